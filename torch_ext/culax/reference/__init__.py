@@ -1,0 +1,1 @@
+"""Plain torch implementations of every op, on any device and in any floating dtype."""
