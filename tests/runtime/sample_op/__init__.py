@@ -1,0 +1,1 @@
+"""A trivial op in the shape of culax's: a plan, one stage package, one device helper."""

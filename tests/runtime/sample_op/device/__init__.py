@@ -1,0 +1,1 @@
+"""What the sample op's kernels share."""

@@ -1,0 +1,6 @@
+"""Arithmetic on one element."""
+
+
+def scaled(value, factor):
+    """Return value * factor."""
+    return value * factor

@@ -1,0 +1,1 @@
+"""Stage packages of the sample op."""

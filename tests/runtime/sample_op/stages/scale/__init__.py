@@ -1,0 +1,1 @@
+"""y = factor * x + shift."""
