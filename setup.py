@@ -58,7 +58,7 @@ def stub_extension() -> list[Extension]:
             library_dirs=[str(torch_root / "lib")],
             libraries=["torch_cpu", "torch", "c10"],
             define_macros=[("TORCH_TARGET_VERSION", TORCH_2_11)],
-            extra_compile_args=["-std=c++20", "-O2", "-fvisibility=hidden"],
+            extra_compile_args=["-std=c++20", "-O2", "-g0", "-fvisibility=hidden"],
             language="c++",
             py_limited_api=True,
             optional=True,

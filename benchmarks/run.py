@@ -1,0 +1,217 @@
+"""Measures benchmark cases and writes them as JSON: `python -m benchmarks.run --help`."""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import statistics
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.progress import Progress
+from rich.table import Table
+
+from benchmarks import registry, roofline, summary, timing
+from benchmarks.case import Case, Gate, Inputs, Outputs, Peer, Prepare, Timing
+from benchmarks.verify import verify
+
+DESCRIPTION = """\
+Measure the culax ops and their peers, in one process and on the same inputs.
+
+Every implementation first passes the correctness gate of its case against float64; one that fails gets no speed
+figure. Times are medians over rotating inputs after warm-ups. Modes:
+  eager     wall time of a call, device work included
+  graph     time of a call inside a CUDA graph (CUDA)
+  kernels   time of the kernels of a call, summed by the profiler (CUDA)
+  overhead  CPU time of an eager call in us, the device running behind
+TFLOP/s and TB/s count only the work that the operation needs; share is the part of the roofline reached, from the
+graph time where there is one."""
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How to measure: modes, repeats, warm-ups, number of rotating input sets, seconds one timer may take."""
+
+    modes: tuple[str, ...]
+    repeats: int = 30
+    warmups: int = 5
+    sets: int = 3
+    budget_s: float = 20.0
+
+
+@dataclass(frozen=True)
+class Result:
+    """One implementation of one case. `reason` says why there is no figure, where there is none."""
+
+    case: str
+    op: str
+    implementation: str
+    device: str
+    dtype: str
+    shape: dict[str, int | str]
+    gate: Gate | None
+    timing: Timing
+    floor_ms: float
+    tflops: float | None = None
+    tb_per_s: float | None = None
+    roofline_share: float | None = None
+    reason: str | None = None
+
+
+def measure_case(case: Case, settings: Settings, only: Sequence[str] = ()) -> list[Result]:
+    """Gate and measure every implementation of `case` (those named in `only`, when given)."""
+    inputs = [case.make_inputs(seed) for seed in range(settings.sets)]
+    truth = case.truth(inputs[0])
+    results = []
+    for name, implementation in case.implementations().items():
+        if only and name not in only:
+            continue
+        results.append(_measure(case, name, implementation, inputs, truth, settings))
+        gc.collect()
+    return results
+
+
+def _measure(
+    case: Case, name: str, implementation: Prepare | Peer, inputs: list[Inputs], truth: Outputs, settings: Settings
+) -> Result:
+    prepare, reason = _unwrap(implementation)
+    gate, measured = None, Timing()
+    if prepare is not None:
+        try:
+            gate = verify(case, prepare, inputs[0], truth)
+            if gate.ok:
+                measured = _time(case, prepare, inputs, settings)
+            else:
+                reason = f"wrong: error {gate.error:.2e} at {gate.worst}, bound {gate.bound:.0e}"
+        except Exception as error:  # a peer may raise anything; the run goes on and the result says what happened
+            reason = f"failed: {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+    cost, ceilings = case.cost(), roofline.ceilings(case.device, case.dtype)
+    ms = measured.best_ms
+    return Result(
+        case=case.name,
+        op=case.op,
+        implementation=name,
+        device=case.device,
+        dtype=str(case.dtype).removeprefix("torch."),
+        shape=case.shape(),
+        gate=gate,
+        timing=measured,
+        floor_ms=roofline.floor_ms(cost, ceilings),
+        tflops=cost.flops / ms / 1e9 if ms else None,
+        tb_per_s=cost.bytes / ms / 1e9 if ms else None,
+        roofline_share=roofline.share(ms, cost, ceilings) if ms else None,
+        reason=reason,
+    )
+
+
+def _unwrap(implementation: Prepare | Peer) -> tuple[Prepare | None, str | None]:
+    if isinstance(implementation, Peer):
+        return implementation.prepare, implementation.reason
+    return implementation, None
+
+
+def _time(case: Case, prepare: Prepare, inputs: list[Inputs], settings: Settings) -> Timing:
+    calls = [prepare(each) for each in inputs]
+    device, warmups, repeats = case.device, settings.warmups, settings.repeats
+    eager = graph = kernels = overhead = None
+    if "eager" in settings.modes:
+        eager = statistics.median(timing.eager_ms(calls, device, warmups, repeats, settings.budget_s))
+    if "kernels" in settings.modes and device == "cuda":
+        kernels = timing.kernels_ms(calls, warmups)
+    if "overhead" in settings.modes:
+        overhead = timing.overhead_us(calls, device, repeats)
+    if "graph" in settings.modes and device == "cuda":
+        graph = statistics.median(timing.graph_ms(calls, warmups, repeats))
+    return Timing(eager, graph, kernels, overhead)
+
+
+def document(results: list[Result], device: str) -> dict[str, Any]:
+    """The JSON document: machine, commit, date, and the results."""
+    return {
+        "machine": roofline.machine(device),
+        "commit": roofline.commit(),
+        "date": datetime.now(timezone.utc).strftime("%Y-%m-%d"),
+        "ceilings": [asdict(c) for c in {roofline.ceilings(device, getattr(torch, r.dtype)) for r in results}],
+        "results": [asdict(result) for result in results],
+    }
+
+
+def table(results: list[Result]) -> Table:
+    """The results as a table, a row an implementation."""
+    shown = Table(title="culax benchmarks")
+    for column in ("case", "implementation", "error", "eager ms", "graph ms", "kernels ms", "CPU us"):
+        shown.add_column(column, justify="left" if column in ("case", "implementation") else "right")
+    for column in ("TFLOP/s", "TB/s", "share", "against culax"):
+        shown.add_column(column, justify="right")
+    ours = {r.case: r.timing.best_ms for r in results if r.implementation == "culax"}
+    for r in results:
+        base, ms, t = ours.get(r.case), r.timing.best_ms, r.timing
+        ratio = f"{ms / base:.2f}x" if ms and base and r.implementation != "culax" else ""
+        figures = (t.eager_ms, t.graph_ms, t.kernels_ms, t.overhead_us, r.tflops, r.tb_per_s)
+        cells = ["" if figure is None else f"{figure:.4g}" for figure in figures]
+        share = "" if r.roofline_share is None else f"{100 * r.roofline_share:.1f} %"
+        error = "" if r.gate is None else f"{r.gate.error:.1e}"
+        shown.add_row(r.case, r.implementation, error, *cells, share, r.reason or ratio)
+    return shown
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.run", description=DESCRIPTION, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--list", action="store_true", help="list the cases and stop")
+    parser.add_argument("--case", action="append", default=[], metavar="PATTERN", help="shell pattern; repeatable")
+    parser.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda where there is one")
+    parser.add_argument("--impl", action="append", default=[], metavar="NAME", help="only this one; repeatable")
+    parser.add_argument("--mode", action="append", choices=timing.MODES, help="repeatable; default: eager and graph")
+    parser.add_argument("--repeats", type=int, default=30, help="timed calls (default: %(default)s)")
+    parser.add_argument("--warmups", type=int, default=5, help="calls before (default: %(default)s)")
+    parser.add_argument("--sets", type=int, default=3, help="rotating input sets (default: %(default)s)")
+    parser.add_argument("--budget", type=float, default=20.0, help="seconds one timer may take (default: %(default)s)")
+    parser.add_argument("--output", type=Path, metavar="FILE", help="write the results as JSON")
+    parser.add_argument("--summary", type=Path, metavar="FILE", help="merge the key figures into this JSON file")
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line. Returns 0 only if every implementation of ours that ran was right."""
+    args = _parser().parse_args(argv)
+    if args.list:
+        for case in registry.cases():
+            print(f"{case.device:5} {case.name}")
+        return 0
+    device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    settings = Settings(tuple(args.mode or ("eager", "graph")), args.repeats, args.warmups, args.sets, args.budget)
+    import culax  # noqa: F401  (registers the ops)
+
+    try:
+        chosen = registry.select(args.case, device)
+    except ValueError as error:
+        print(error, file=sys.stderr)
+        return 2
+    results: list[Result] = []
+    with Progress(console=Console(stderr=True), transient=True) as progress:
+        task = progress.add_task("measuring", total=len(chosen))
+        for case in chosen:
+            progress.update(task, description=case.name)
+            results += measure_case(case, settings, args.impl)
+            progress.advance(task)
+    Console().print(table(results))
+    if args.output:
+        args.output.parent.mkdir(parents=True, exist_ok=True)
+        args.output.write_text(json.dumps(document(results, device), indent=1) + "\n")
+    if args.summary:
+        summary.merge(args.summary, summary.fields(results))
+    ours = [r for r in results if r.implementation == "culax"]
+    return int(not ours or any(r.gate is None or not r.gate.ok or r.reason for r in ours))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,95 @@
+"""Timers: eager, inside a CUDA graph, kernels summed, and CPU time per call. All give medians."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+
+import torch
+
+from benchmarks.case import Call
+
+MODES = ("eager", "graph", "kernels", "overhead")
+
+
+def eager_ms(calls: Sequence[Call], device: str, warmups: int, repeats: int, budget_s: float) -> list[float]:
+    """Wall time in ms of each of `repeats` calls, the inputs rotating, device work included.
+
+    Fewer calls are made, but always one, when they would take longer than `budget_s` seconds.
+    """
+    started = time.perf_counter()
+    for i in range(warmups):
+        if time.perf_counter() - started > budget_s / 4:
+            break
+        calls[i % len(calls)]()
+    times = [_timed(calls[0], device)]
+    while len(times) < repeats and sum(times) < 1e3 * budget_s:
+        times.append(_timed(calls[len(times) % len(calls)], device))
+    return times
+
+
+def graph_ms(calls: Sequence[Call], warmups: int, repeats: int) -> list[float]:
+    """Time in ms per call of one CUDA graph that holds every call once, from events around a replay."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for call in calls:
+            call()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    kept = []
+    with torch.cuda.graph(graph, stream=stream):
+        for call in calls:
+            kept.append(call())
+    for _ in range(warmups):
+        graph.replay()
+    times = [_timed(graph.replay, "cuda") / len(calls) for _ in range(repeats)]
+    del kept
+    return times
+
+
+def kernels_ms(calls: Sequence[Call], warmups: int) -> float:
+    """Time in ms that the kernels of one call take, summed from a profile over all calls."""
+    from torch.profiler import ProfilerActivity, profile
+
+    for i in range(warmups):
+        calls[i % len(calls)]()
+    torch.cuda.synchronize()
+    with profile(activities=[ProfilerActivity.CUDA]) as profiled:
+        for call in calls:
+            call()
+        torch.cuda.synchronize()
+    total_us = sum(event.self_device_time_total for event in profiled.key_averages())
+    return total_us / 1e3 / len(calls)
+
+
+def overhead_us(calls: Sequence[Call], device: str, repeats: int) -> float:
+    """CPU time in us of one eager call, the device running behind: waits only between batches of ten."""
+    batches = []
+    for _ in range(max(3, repeats)):
+        _synchronize(device)
+        start = time.perf_counter()
+        for i in range(10):
+            calls[i % len(calls)]()
+        batches.append((time.perf_counter() - start) * 1e5)
+    return statistics.median(batches)
+
+
+def _timed(call: Callable[[], object], device: str) -> float:
+    if device == "cuda":
+        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        torch.cuda.synchronize()
+        begin.record()
+        call()
+        end.record()
+        end.synchronize()
+        return begin.elapsed_time(end)
+    start = time.perf_counter()
+    call()
+    return (time.perf_counter() - start) * 1e3
+
+
+def _synchronize(device: str) -> None:
+    if device == "cuda":
+        torch.cuda.synchronize()

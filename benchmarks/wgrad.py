@@ -1,0 +1,85 @@
+"""Grouped weight gradient cases, with the token counts all implementations share."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+
+from benchmarks import peers
+from benchmarks.case import Call, Cost, Gate, Inputs, Outputs, Peer, Prepare
+from benchmarks.verify import worst
+
+# Relative Frobenius error of one expert's gradient, rounding of the output included.
+BOUNDS = {torch.float64: 1e-12, torch.float32: 2e-5, torch.float16: 2e-3, torch.bfloat16: 8e-3}
+
+
+def token_counts(experts: int, average: int) -> list[int]:
+    """Tokens of each expert: uniform in 0.3 to 1.7 of the average, multiples of 16, seeded by the expert count."""
+    uniform = torch.rand(experts, generator=torch.Generator().manual_seed(experts))
+    return [max(16, int((x * 1.4 + 0.3) * average) // 16 * 16) for x in uniform.tolist()]
+
+
+@dataclass(frozen=True)
+class WgradCase:
+    """dW[e] (M, N) = A[:, tokens of e] @ B[tokens of e, :], token-major operands."""
+
+    name: str
+    experts: int
+    m: int
+    n: int
+    average_tokens: int
+    dtype: torch.dtype = torch.bfloat16
+    device: str = "cuda"
+
+    @property
+    def op(self) -> str:
+        """The op that the figures are about."""
+        return "grouped_wgrad"
+
+    def shape(self) -> dict[str, int | str]:
+        """E, M, N, and the tokens of all experts."""
+        tokens = sum(token_counts(self.experts, self.average_tokens))
+        return {"E": self.experts, "M": self.m, "N": self.n, "T": tokens, "average k": self.average_tokens}
+
+    def cost(self) -> Cost:
+        """2 M N T operations; both operands read once, every expert's gradient written once."""
+        tokens = sum(token_counts(self.experts, self.average_tokens))
+        flops = 2.0 * self.m * self.n * tokens
+        moved = (self.m + self.n) * tokens + self.experts * self.m * self.n
+        return Cost(flops, float(self.dtype.itemsize * moved))
+
+    def make_inputs(self, seed: int) -> Inputs:
+        """Standard normal operands, stored token-major: mat_a is a transposed view."""
+        ends = torch.tensor(token_counts(self.experts, self.average_tokens)).cumsum(0).to(torch.int32)
+        tokens = int(ends[-1])
+        gen = torch.Generator(device=self.device).manual_seed(seed)
+        a = torch.randn(tokens, self.m, generator=gen, device=self.device).to(self.dtype)
+        b = torch.randn(tokens, self.n, generator=gen, device=self.device).to(self.dtype)
+        return {"mat_a": a.t(), "mat_b": b, "offs": ends.to(self.device)}
+
+    def truth(self, inputs: Inputs) -> Outputs:
+        """One float64 product an expert."""
+        products, start = [], 0
+        for end in inputs["offs"].tolist():
+            products.append(inputs["mat_a"][:, start:end].double() @ inputs["mat_b"][start:end].double())
+            start = end
+        return {"dw": torch.stack(products)}
+
+    def implementations(self) -> Mapping[str, Prepare | Peer]:
+        """Ours, torch's grouped_mm, and QuACK with either scheduler."""
+        return {
+            "culax": self._ours,
+            "torch": peers.torch_grouped_mm,
+            "quack": peers.quack_wgrad(False),
+            "quack_dynamic": peers.quack_wgrad(True),
+        }
+
+    def gate(self, outputs: Outputs, truth: Outputs) -> Gate:
+        """Per expert."""
+        return worst(outputs, truth, {"dw": (0,)}, BOUNDS[self.dtype])
+
+    def _ours(self, inputs: Inputs) -> Call:
+        a, b, offs = inputs["mat_a"], inputs["mat_b"], inputs["offs"]
+        return lambda: {"dw": torch.ops.culax.grouped_wgrad(a, b, offs)}
