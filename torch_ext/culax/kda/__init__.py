@@ -1,0 +1,1 @@
+"""Kimi Delta Attention: forward and backward."""
