@@ -138,7 +138,8 @@ def dequantize(values: Tensor, scale: Tensor, offs: Tensor, scale_layout: str, o
     operand_layout: "2d", or "ragged" (expert e a contiguous (rows, k_e) block at element rows * start_e).
 
     Every finite product fits fp32 without rounding, down to subnormals (e5m2 with scale 2^-127 needs 2^-143); beyond
-    fp32's range it is infinite. NaN elements and NaN scales give NaN; pad bytes of the scale tensor are never used.
+    fp32's range it is infinite. NaN elements and NaN scales give NaN, and so do blocks that a too short scale tensor
+    doesn't hold; pad bytes of the scale tensor are never used.
     """
     packed = values.dtype is torch.float4_e2m1fn_x2
     codes = unpack_fp4(values) if packed else values.view(torch.uint8)
@@ -151,14 +152,14 @@ def dequantize(values: Tensor, scale: Tensor, offs: Tensor, scale_layout: str, o
         return torch.empty(codes.shape, dtype=torch.float32, device=codes.device)
 
     block = SCALE_BLOCK[scale.dtype]
-    scale_bytes = scale.view(torch.uint8).reshape(-1)
+    # A NaN byte in both formats behind the last: what a too short scale tensor lacks is NaN, not something plausible.
+    scale_bytes = torch.nn.functional.pad(scale.view(torch.uint8).reshape(-1), (0, 1), value=0xFF)
     base = expert_scale_base(experts, rows, block, scale_layout)[owners.expert]
     columns = expert_scale_columns(owners.count, block)
     column = (torch.arange(tokens, device=codes.device) - owners.start) // block
 
     parts = []
     for row, part in zip(_row_slices(rows, tokens, codes.device), codes.split(_row_step(tokens))):
-        # Only a token past the last expert, or offsets that are illegal for the layout, can point outside.
         address = scale_address(base, columns, row[:, None], column).clamp(0, scale_bytes.numel() - 1)
         factor = decode_scale(scale_bytes[address], scale.dtype)
         element = decode_fp4(part) if packed else part.contiguous().view(values.dtype).to(torch.float32)

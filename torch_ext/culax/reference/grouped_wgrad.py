@@ -41,7 +41,7 @@ def grouped_wgrad(
     if out_dtype is None:
         out_dtype = torch.bfloat16 if scales is not None else mat_a.dtype
     a, b, experts = _plain_operands(mat_a, mat_b, offs, scales, operand_layout)
-    if offs.device.type != "cpu":
+    if not reads_offsets(offs):
         return wgrad_by_chunk(a, b, experts, scales).to(out_dtype)
     out = a.new_empty((offs.numel(), a.shape[0], b.shape[0]), dtype=out_dtype)
     for e, product in enumerate(wgrad_by_expert(a, b, experts, scales)):
@@ -63,7 +63,7 @@ def grouped_wgrad_out(
     accumulate adds the unrounded fp32 (fp64) sums to what outs hold, which then are fp32 or fp64.
     """
     a, b, experts = _plain_operands(mat_a, mat_b, offs, scales, operand_layout)
-    if offs.device.type == "cpu":
+    if reads_offsets(offs):
         for e, product in enumerate(wgrad_by_expert(a, b, experts, scales)):
             _write(outs[e], product, accumulate)
         return
@@ -80,8 +80,13 @@ def grouped_mm(x: Tensor, weight: Tensor, offs: Tensor) -> Tensor:
 
     Rows past the last offset are exactly zero whatever x holds there; sums run in fp32 (fp64 for fp64).
     """
-    by = mm_by_expert if offs.device.type == "cpu" else mm_by_chunk
+    by = mm_by_expert if reads_offsets(offs) else mm_by_chunk
     return by(x, weight, expert_ranges(offs, x.shape[0]))
+
+
+def reads_offsets(offs: Tensor) -> bool:
+    """Whether the host may read the offsets' values: on the CPU only, elsewhere it would wait for the device."""
+    return offs.device.type == "cpu"
 
 
 def wgrad_by_expert(a: Tensor, b: Tensor, experts: Experts, scales: Scales | None) -> Iterator[Tensor]:
