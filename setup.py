@@ -20,17 +20,14 @@ SCHEMAS = ROOT / "torch_ext" / "culax" / "schemas.txt"
 TORCH_2_11 = "0x020b000000000000"
 
 
-def schema_lines() -> list[str]:
-    lines = (line.strip() for line in SCHEMAS.read_text().splitlines())
-    return [line for line in lines if line and not line.startswith("#")]
-
-
 class BuildStub(build_ext):
     def build_extension(self, ext: Extension) -> None:
         generated = Path(self.build_temp)
         generated.mkdir(parents=True, exist_ok=True)
-        rows = (f"CULAX_SCHEMA({json.dumps(line)})" for line in schema_lines())
-        (generated / "culax_schemas.inc").write_text("\n".join(rows) + "\n")
+        text = SCHEMAS.read_text()
+        rows = " \\\n".join(f"X({json.dumps(line)})" for line in text.splitlines())
+        header = f"#define CULAX_SCHEMAS(X) \\\n{rows}\n#define CULAX_SCHEMA_TEXT {json.dumps(text)}\n"
+        (generated / "culax_schemas.h").write_text(header)
         ext.include_dirs.append(str(generated))
         super().build_extension(ext)
 
