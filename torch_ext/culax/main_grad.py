@@ -1,8 +1,8 @@
-"""Weight gradients added in fp32 into `weight.main_grad`: the private ops behind `GroupedLinear(accumulate_main_grad=True)`.
+"""Weight gradients added in fp32 into `weight.main_grad`: the private ops of GroupedLinear(accumulate_main_grad=True).
 
-The forward op computes `grouped_mm(x, weight, offs)`. Its gradient formula gives x its gradient, adds the weight's gradient into
-`main_grad` (torch.ops.culax._grouped_wgrad_main_grad) and returns none for the weight, so `weight.grad` is left as it was.
-The addition is a declared mutation of a graph input, which AOTAutograd keeps in the backward graph.
+The forward op computes `grouped_mm(x, weight, offs)`. Its gradient formula gives x its gradient, adds the weight's
+gradient into `main_grad` (torch.ops.culax._grouped_wgrad_main_grad) and returns none for the weight, so `weight.grad`
+is left as it was. The addition is a declared mutation of a graph input, which AOTAutograd keeps in the backward graph.
 """
 
 from typing import Any
@@ -11,12 +11,18 @@ import torch
 from torch import Tensor
 
 
-def _check_main_grad(op: str, main_grad: Tensor, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:
+def _check_main_grad(
+    op: str, main_grad: Tensor, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
+) -> None:
     wanted = torch.float64 if dtype == torch.float64 else torch.float32
     if tuple(main_grad.shape) != shape:
-        raise ValueError(f"{op}: argument `main_grad`: expected shape (E, K, N) = {shape}, got {tuple(main_grad.shape)}")
+        raise ValueError(
+            f"{op}: argument `main_grad`: expected shape (E, K, N) = {shape}, got {tuple(main_grad.shape)}"
+        )
     if main_grad.dtype != wanted:
-        raise ValueError(f"{op}: argument `main_grad`: expected dtype {wanted} for {dtype} operands, got {main_grad.dtype}")
+        raise ValueError(
+            f"{op}: argument `main_grad`: expected dtype {wanted} for {dtype} operands, got {main_grad.dtype}"
+        )
     if main_grad.device != device:
         raise ValueError(f"{op}: argument `main_grad`: expected device {device}, got {main_grad.device}")
 
