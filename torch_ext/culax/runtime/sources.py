@@ -70,7 +70,8 @@ def source_files(kernel_set: str) -> dict[str, Path]:
     """Return the files a kernel set is compiled from, by module name.
 
     They are every Python file in the package `kernel_set` and, transitively, the modules of the same top-level package
-    that those import. The ``__init__`` of the packages above them is not among them.
+    that those import, with the packages they lie in. The packages above `kernel_set` are not among them: their
+    ``__init__`` imports what has nothing to do with the kernel.
     """
     top, _, rest = kernel_set.partition(".")
     folder = _root(top).joinpath(*rest.split(".")) if rest else _root(top)
@@ -83,9 +84,10 @@ def source_files(kernel_set: str) -> dict[str, Path]:
     files: dict[str, Path] = {}
     while todo:
         module = todo.pop()
-        found = None if module in files else _file_of(module)
+        found = None if module in files or kernel_set.startswith(f"{module}.") else _file_of(module)
         if found is not None:
             files[module] = found
+            todo.append(module.rpartition(".")[0])
             todo.extend(_imports(found, module))
     return dict(sorted(files.items()))
 
