@@ -1,8 +1,8 @@
 """Argument checks shared by all ops: metadata everywhere, offset values where they are on the CPU.
 
-Every failure is a ``ValueError`` that names the op, the argument, what was expected and what was got. Symbolic sizes (inside
-fake tensors under ``torch.compile`` or ``torch.export``) are never compared, so that no size becomes a constant of a graph: the
-real op checks them when it runs.
+Every failure is a ``ValueError`` that names the op, the argument, what was expected and what was got. Symbolic sizes
+(of fake tensors under ``torch.compile`` or ``torch.export``) are never compared, so that no size becomes a constant of a
+graph: the real op checks them when it runs.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def expect_device(op: str, argument: str, tensor: Tensor, device: torch.device, 
 
 
 def expect_offsets(op: str, argument: str, offsets: list[int], start: int | None, limit: int) -> None:
-    """Offsets read on the CPU never descend, start at ``start`` (None: at 0 or later) and end at ``limit`` or before."""
+    """Offsets read on the CPU never descend, start at ``start`` (None: anywhere) and end at ``limit`` or before."""
     if start is not None and offsets[0] != start:
         raise bad(op, argument, f"a first offset of {start}", offsets[0])
     previous = 0

@@ -20,9 +20,9 @@ Problem = KdaProblem | WgradProblem | GroupedMmProblem
 class Choice:
     """What runs a problem.
 
-    ``backend`` is ``"reference"`` (culax's own path in plain torch), ``"torch"`` (a product of torch itself) or ``"cutedsl"``
-    (culax's kernels, described by ``plan``). ``built`` says where the kernels come from: ``"built"`` (compiled ahead of time),
-    ``"jit"`` (compiled at first use), or ``""`` where there are none.
+    ``backend`` is ``"reference"`` (culax's own path in plain torch), ``"torch"`` (a product of torch itself) or
+    ``"cutedsl"`` (culax's kernels, described by ``plan``). ``built`` says where the kernels come from: ``"built"``
+    (compiled ahead of time), ``"jit"`` (compiled at first use), or ``""`` where there are none.
     """
 
     backend: str
@@ -79,7 +79,7 @@ def _choose_product(problem: GroupedMmProblem, device: torch.device) -> Choice:
         return Choice("reference", "an empty operand")
     for name, strides in (("x", problem.x_strides), ("weight", problem.weight_strides[1:])):
         if 1 not in strides or any(stride % 8 for stride in strides if stride != 1):
-            return Choice("reference", f"`{name}` has strides {strides}: torch's kernel needs 16-byte ones, one dimension dense")
+            return Choice("reference", f"`{name}` has strides {strides}: torch's kernel needs 16-byte ones, one dense")
     if problem.weight_strides[0] % 8:
         return Choice("reference", "`weight` has an expert stride that is not a multiple of 16 bytes")
     return Choice("torch", "bfloat16 on compute capability 9.0 or later, 16-byte strides")

@@ -27,7 +27,7 @@ class Explanation:
 
     Attributes:
         op: the op's name.
-        backend: ``"reference"`` (plain torch), ``"torch"`` (a product of torch itself) or ``"cutedsl"`` (culax's kernels).
+        backend: ``"reference"`` (plain torch), ``"torch"`` (a product of torch itself), ``"cutedsl"`` (culax's kernels).
         variant: names of the kernels, joined by ``", "``; empty where no kernel runs.
         built: ``"built"`` (compiled ahead of time), ``"jit"`` (compiled at first use) or empty.
         reason: one sentence on why.
@@ -58,7 +58,8 @@ def _bind(name: str, inputs: tuple, others: dict[str, Any]) -> tuple:
     fallback = {"scale": 1.0, "output_final_state": False}
     names = [argument.name for argument in schema.arguments]
     if len(inputs) > len(names) or not set(others) <= set(names[len(inputs) :]):
-        raise ValueError(f"explain: arguments of {name}: expected ({', '.join(names)}), got {len(inputs)} and {sorted(others)}")
+        got = f"{len(inputs)} by position and {sorted(others)}"
+        raise ValueError(f"explain: arguments of {name}: expected ({', '.join(names)}), got {got}")
     bound = list(inputs)
     for argument in schema.arguments[len(inputs) :]:
         if argument.name in others:
@@ -101,8 +102,8 @@ def explain(op: Op, *inputs: Any, **others: Any) -> Explanation:
 
     Args:
         op: ``"kda_bwd"``, ``"culax::kda_bwd"``, ``torch.ops.culax.kda_bwd`` or its overload.
-        inputs, others: the op's arguments by position and by name. Optional tensors may be left out. Meta tensors stand for
-            tensors on the current CUDA device, or on the CPU where there is none.
+        inputs, others: the op's arguments by position and by name. Optional tensors may be left out. Meta tensors
+            stand for tensors on the current CUDA device, or on the CPU where there is none.
 
     Raises:
         ValueError: an unknown op, or arguments the op itself would refuse.
@@ -114,7 +115,7 @@ def explain(op: Op, *inputs: Any, **others: Any) -> Explanation:
 def warmup(op: Op, *example_inputs: Any, **others: Any) -> Explanation:
     """Load or build the kernels that ``op`` needs for such inputs, so that a CUDA graph capture finds them ready.
 
-    Takes the arguments of :func:`explain` and returns what it returns. Where plain torch runs the op there is nothing to do.
+    Takes the arguments of :func:`explain` and returns what it returns. Where plain torch runs the op, nothing is done.
 
     Raises:
         ValueError: an unknown op, or arguments the op itself would refuse.

@@ -1,7 +1,8 @@
 """Gradient formulas of the functional ops, each written with ops that are differentiable themselves.
 
-kda_fwd: kda_bwd. kda_bwd: _kda_bwd_bwd, as if Aqk and Akk had been recomputed from q, k, g and beta. grouped_mm and grouped_wgrad:
-each other. Output gradients that are None stay None down to the op that takes them; nothing is materialised for them.
+kda_fwd: kda_bwd. kda_bwd: _kda_bwd_bwd, as if Aqk and Akk had been recomputed from q, k, g and beta. grouped_mm and
+grouped_wgrad: each other. Output gradients that are None stay None down to the op that takes them; nothing is
+materialised for them.
 Formulas run with autocast off: a gradient has the dtypes of its forward, whatever surrounds ``backward()``.
 """
 
@@ -82,7 +83,7 @@ def kda_bwd_bwd_setup(ctx: Any, inputs: tuple, output: tuple) -> None:
 
 def kda_bwd_bwd_backward(ctx: Any, *_: Tensor | None) -> Gradients:
     """Third derivatives do not exist here."""
-    raise NotImplementedError("culax kda_bwd: a third derivative was asked for; first and second ones are implemented")
+    raise NotImplementedError("kda_bwd: a third derivative was asked for; only first and second ones exist")
 
 
 def grouped_mm_setup(ctx: Any, inputs: tuple, output: Tensor) -> None:
@@ -119,7 +120,7 @@ def grouped_wgrad_backward(ctx: Any, gradient: Tensor | None) -> Gradients:
     if gradient is None or not any(ctx.needs_input_grad[:2]):
         return (None,) * 10
     if ctx.operand_layout == "ragged":
-        raise NotImplementedError("culax grouped_wgrad: operands in the ragged layout have no gradient; use the 2d layout")
+        raise NotImplementedError("grouped_wgrad: operands in the ragged layout have no gradient; use the 2d one")
     mat_a, mat_b, offs = ctx.saved_tensors
     dtype = torch.promote_types(gradient.dtype, mat_a.dtype)
     gradient = gradient.to(dtype)

@@ -1,26 +1,29 @@
 """Registration of the ops of namespace ``culax``: schemas, implementations, fakes, gradients, autocast.
 
-The schemas come from ``schemas.txt``: declared by the compiled stub where it was built (a process without Python needs it),
-else by this module. Everything is registered through ``torch.library.Library``, whose calls cost half of ``custom_op``'s;
-what that leaves out (version counters of mutated tensors, a refusal to mutate in a graph) is put back here and in the
-implementations. Limits: ``torch.func.grad`` and its relatives raise (see ``FUNC_GRAD_NOTE``); ``torch.vmap`` runs sample by sample.
+The schemas come from ``schemas.txt``: declared by the compiled stub where it was built (a process without Python needs
+it), else by this module. Everything is registered through ``torch.library.Library``, whose calls cost half of
+``custom_op``'s; what that leaves out (version counters of mutated tensors, a refusal to mutate in a graph) is put back
+here and in the implementations. Limits: ``torch.func.grad``, ``vjp``, ``jvp`` and their relatives raise
+NotImplementedError; ``torch.vmap`` runs the functional ops sample by sample and raises on the mutating ones.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch._library.autograd import Info, make_autograd_impl
+from torch.autograd import forward_ad
 
 from . import checks, fakes, gradients, main_grad
 from .grouped_wgrad import api as grouped
 from .kda import api as kda
 
-FUNC_GRAD_NOTE = "culax ops support torch.autograd (backward, grad, create_graph), not torch.func.grad, vjp or jacrev"
-"""What to do when a functional transform raises on a culax op."""
+FUNC_GRAD_NOTE = "use torch.autograd (backward, grad, create_graph=True), which culax ops support to second order"
+"""What an error of a functional transform advises."""
 
 _FOLDER = Path(__file__).parent
 
@@ -80,18 +83,48 @@ def overload(name: str) -> torch._ops.OpOverload:
     return getattr(torch.ops.culax, name).default
 
 
+def _tensors(arguments: tuple) -> Iterator[tuple[int, Tensor]]:
+    """Every tensor among the arguments, lists included, with its argument's position."""
+    for position, argument in enumerate(arguments):
+        for tensor in argument if isinstance(argument, list | tuple) else (argument,):
+            if isinstance(tensor, Tensor):
+                yield position, tensor
+
+
+def _refuse_tangents(name: str, arguments: tuple) -> None:
+    """Forward-mode derivatives would be dropped without a word: raise instead."""
+    if forward_ad._current_level >= 0 and any(
+        forward_ad.unpack_dual(tensor).tangent is not None for _, tensor in _tensors(arguments)
+    ):
+        raise NotImplementedError(f"{name}: no forward-mode derivative (torch.func.jvp, forward_ad); {FUNC_GRAD_NOTE}")
+
+
+def _differentiable(name: str) -> Callable[..., Any]:
+    """The Autograd kernel of an op with a gradient formula; functional transforms raise with a message that helps."""
+    setup, backward = gradients.FORMULAS[name]
+    kernel = make_autograd_impl(overload(name), Info(backward, setup))
+
+    def guarded(keyset: torch._C.DispatchKeySet, *arguments: Any) -> Any:
+        _refuse_tangents(name, arguments)
+        if torch._C._functorch.maybe_current_level() is not None and torch._C._any_requires_grad(*arguments):
+            raise NotImplementedError(f"{name}: no torch.func.grad; {FUNC_GRAD_NOTE}")
+        return kernel(keyset, *arguments)
+
+    return guarded
+
+
 def _refusing_gradients(name: str) -> Callable[..., None]:
     """The Autograd kernel of a mutating op: an argument that requires grad raises, as there is no gradient formula."""
     op = overload(name)
     names = [argument.name for argument in op._schema.arguments]
 
     def kernel(keyset: torch._C.DispatchKeySet, *arguments: Any) -> None:
+        _refuse_tangents(name, arguments)
         if torch.is_grad_enabled():
-            for argument_name, argument in zip(names, arguments, strict=False):
-                for tensor in argument if isinstance(argument, list | tuple) else (argument,):
-                    if isinstance(tensor, Tensor) and tensor.requires_grad:
-                        expected = "no requires_grad in grad mode, as the op writes in place (grouped_wgrad has gradients)"
-                        raise checks.bad(name, argument_name, expected, "requires_grad=True")
+            for position, tensor in _tensors(arguments):
+                if tensor.requires_grad:
+                    expected = "no requires_grad in grad mode, as the op writes in place (grouped_wgrad has gradients)"
+                    raise checks.bad(name, names[position], expected, "requires_grad=True")
         with torch._C._AutoDispatchBelowAutograd():
             op.redispatch(keyset & torch._C._after_autograd_keyset, *arguments)
 
@@ -122,11 +155,8 @@ def _register() -> None:
         for device in ("CPU", "CUDA"):
             LIBRARY.impl(name, implementation, device)
         torch.library.register_fake(f"culax::{name}", fakes.FAKES[name], lib=LIBRARY)
-        if name in gradients.FORMULAS:
-            setup, backward = gradients.FORMULAS[name]
-            torch.library.register_autograd(f"culax::{name}", backward, setup_context=setup, lib=LIBRARY)
-        else:
-            LIBRARY.impl(name, _refusing_gradients(name), "Autograd", with_keyset=True)
+        kernel = _differentiable(name) if name in gradients.FORMULAS else _refusing_gradients(name)
+        LIBRARY.impl(name, kernel, "Autograd", with_keyset=True)
     main_grad.register(LIBRARY)
     for name in AUTOCAST:
         for device_type, key in (("cpu", "AutocastCPU"), ("cuda", "AutocastCUDA")):

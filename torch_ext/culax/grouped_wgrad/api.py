@@ -17,7 +17,7 @@ from .problem import WgradProblem
 
 
 def grouped_mm(x: Tensor, weight: Tensor, offs: Tensor) -> Tensor:
-    """grouped_mm on real tensors: (T, K) rows times their expert's (K, N) weight; rows past the last offset are zero."""
+    """grouped_mm on real tensors: (T, K) rows times their expert's (K, N) weight; rows past offs[-1] are zero."""
     arguments = (x, weight, offs)
     _, choice = dispatch.prepare("grouped_mm", checks.signature(arguments), checks.build_mm, arguments, x.device)
     checks.expect_offs("grouped_mm", offs, x.shape[0])
@@ -132,7 +132,7 @@ def _expect_disjoint(op: str, written: list[Tensor]) -> tuple[int, int]:
     pair = shared_checks.first_overlap(written, ranges) if len(written) > 1 else None
     if pair is not None:
         first, second = pair
-        raise shared_checks.bad(op, f"outs[{second}]", f"memory apart from that of outs[{first}]", "overlapping tensors")
+        raise shared_checks.bad(op, f"outs[{second}]", f"memory apart from that of outs[{first}]", "an overlap")
     filled = [bounds for bounds in ranges if bounds[0] < bounds[1]]
     return (min(start for start, _ in filled), max(end for _, end in filled)) if filled else (0, 0)
 

@@ -76,7 +76,7 @@ def _validate_scales(
     for name, scale in zip(SCALE_NAMES, scales, strict=True):
         if scale is not None:
             if mat_a.dtype not in BLOCKS:
-                raise checks.bad(op, name, f"None with {checks.dtype_names((mat_a.dtype,))} operands", tuple(scale.shape))
+                raise checks.bad(op, name, f"None with {checks.dtype_names((mat_a.dtype,))} operands", "a tensor")
             checks.expect_device(op, name, scale, mat_a.device, "mat_a")
     if mat_a.dtype not in BLOCKS:
         return
@@ -118,7 +118,7 @@ def validate_operands(
         for name, matrix in (("mat_a", mat_a), ("mat_b", mat_b.t())):
             if not checks.symbolic(matrix) and not matrix.is_contiguous():
                 got = (mat_a if name == "mat_a" else mat_b).stride()
-                raise checks.bad(op, name, "a dense buffer with unit stride along tokens (ragged layout)", f"strides {got}")
+                raise checks.bad(op, name, "a dense buffer, unit stride along tokens (ragged layout)", f"strides {got}")
     if mat_a.dtype is NV_FLOAT and isinstance(mat_a.shape[1], int) and mat_a.shape[1] % 8:
         raise checks.bad(op, "mat_a", "a multiple of 16 tokens (8 packed bytes)", tuple(mat_a.shape))
     _validate_scales(op, mat_a, mat_b, offs.shape[0], scales, scale_layout, operand_layout)
@@ -150,7 +150,7 @@ def _validate_out(op: str, argument: str, out: Tensor, mat_a: Tensor, accumulate
     if accumulate and out.dtype not in (torch.float32, torch.float64):
         raise checks.bad(op, argument, "dtype float32 or float64 with accumulate", checks.dtype_names((out.dtype,)))
     if checks.overlaps_itself(out):
-        raise checks.bad(op, argument, "elements that do not overlap", f"shape {tuple(out.shape)}, strides {out.stride()}")
+        raise checks.bad(op, argument, "elements that do not overlap", f"{tuple(out.shape)}, strides {out.stride()}")
 
 
 def validate_wgrad_out(
@@ -278,9 +278,7 @@ def expect_offs(op: str, offs: Tensor, tokens: int) -> None:
         checks.expect_offsets(op, "offs", offs.tolist(), None, tokens)
 
 
-def expect_scaled_offs(
-    op: str, offs: Tensor, scale_a: Tensor, scale_b: Tensor, problem: WgradProblem
-) -> None:
+def expect_scaled_offs(op: str, offs: Tensor, scale_a: Tensor, scale_b: Tensor, problem: WgradProblem) -> None:
     """Check, on the CPU, what block-scaled operands ask of the offsets and the scales of the offsets."""
     if not offs.is_cpu:
         return

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from .. import dispatch
-from ..reference import kda_chunked
+from ..reference import kda_chunked, kda_double
 from . import checks
 
 
@@ -82,14 +82,13 @@ def double_backward(
 
     Returns (gdo, gdht, gq, gk, gv, gg, gbeta, ginitial_state); the gradient of an input that is None has no elements.
     """
-    arguments = (gdq, gdk, gdv, gdg, gdbeta, gdinitial_state, do, dht, q, k, v, g, beta, initial_state, cu_seqlens, scale)
+    gradients = (gdq, gdk, gdv, gdg, gdbeta, gdinitial_state)
+    arguments = (*gradients, do, dht, q, k, v, g, beta, initial_state, cu_seqlens, scale)
     dispatch.prepare("_kda_bwd_bwd", checks.signature(arguments), checks.build, arguments, q.device)
     checks.expect_cu_seqlens("_kda_bwd_bwd", q, cu_seqlens)
-    from ..reference import kda_double
-
     with _autograd_inside_op():
-        gradients = kda_double.double_backward(*arguments)
-    return tuple(q.new_empty(0) if gradient is None else gradient.contiguous() for gradient in gradients)
+        found = kda_double.double_backward(*arguments)
+    return tuple(q.new_empty(0) if gradient is None else gradient.detach().contiguous() for gradient in found)
 
 
 def _keys_of_autograd() -> torch._C.DispatchKeySet:
