@@ -128,7 +128,7 @@ def _assemble(
     rows, tokens = x.shape
     codes = torch.full((rows, tokens), 0xFF, dtype=torch.uint8)
     exact = torch.zeros(rows, tokens, dtype=torch.float64)
-    scale_rows, scale_bytes, start = round_up(rows, 128), [], 0
+    scale_rows, start, parts = round_up(rows, 128), 0, []
     concatenated = torch.full((scale_rows * round_up(-(-tokens // block), 4),), pad, dtype=torch.uint8)
     for expert, end in enumerate(ends):
         elements, scales, exact[:, start:end] = quantizer(expert, x[:, start:end].to(torch.float64))
@@ -136,11 +136,12 @@ def _assemble(
             codes.view(-1)[rows * start : rows * end] = elements.reshape(-1)
         else:
             codes[:, start:end] = elements
-        scale_bytes.append(swizzle(scales, pad))
-        base = scale_rows * start // block
-        concatenated[base : base + len(scale_bytes[-1])] = scale_bytes[-1]
+        parts.append(swizzle(scales, pad))
+        if scale_layout == "concatenated":
+            base = scale_rows * start // block
+            concatenated[base : base + len(parts[-1])] = parts[-1]
         start = end
     # A capacity buffer: one column of atoms more than the experts fill.
-    padded = torch.cat([*scale_bytes, torch.full((scale_rows * 4,), pad, dtype=torch.uint8)])
-    scale = padded if scale_layout == "padded" else concatenated
+    padded = torch.cat([*parts, torch.full((scale_rows * 4,), pad, dtype=torch.uint8)])
+    scale = concatenated if scale_layout == "concatenated" else padded
     return codes, scale.view(scale_rows, -1) if scale_rows else scale.view(0, 4), exact

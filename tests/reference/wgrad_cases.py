@@ -49,17 +49,19 @@ def wgrad_truth(a: Tensor, b: Tensor, ends: Sequence[int]) -> Tensor:
     return torch.stack(parts) if parts else torch.zeros(0, a.shape[0], b.shape[1], dtype=torch.float64)
 
 
-def assert_wgrad(got: Tensor, a: Tensor, b: Tensor, ends: Sequence[int], initial: Tensor | float = 0.0) -> None:
+def assert_wgrad(
+    got: Tensor, a: Tensor, b: Tensor, ends: Sequence[int], initial: Tensor | float = 0.0, scale: Tensor | float = 1.0
+) -> None:
     """Every element of got within the rounding error of its own sum: k u |a| |b| for sums of k terms, one rounding.
 
     The bound is an element's own, so a small expert can't hide behind a large one's tolerance. initial: what got held
-    before an accumulating call.
+    before an accumulating call. scale: factors of the experts' sums, [E, 1, 1].
     """
-    truth = wgrad_truth(a, b, ends) + initial
+    truth = wgrad_truth(a, b, ends) * scale + initial
     assert got.shape == truth.shape
     if not got.numel():
         return
-    magnitude = wgrad_truth(a.abs(), b.abs(), ends)
+    magnitude = wgrad_truth(a.abs(), b.abs(), ends) * scale
     terms = torch.tensor([end - start + 4 for start, end in ranges(ends)], dtype=torch.float64)[:, None, None]
     accumulator = unit_roundoff(torch.float64 if a.dtype is torch.float64 else torch.float32)
     out = torch.finfo(got.dtype)
