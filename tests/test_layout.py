@@ -1,4 +1,4 @@
-"""House rules a machine can check: lengths, parameters, import contracts, packages, and nothing of one machine in the tree."""
+"""House rules a machine can check: lengths, parameters, import contracts, nothing of one machine in the tree."""
 
 import ast
 import re
@@ -34,13 +34,14 @@ PYTHON = [path for path in tracked() if path.suffix == ".py"]
 
 
 def mirrors_schema(path: Path, name: str) -> bool:
-    """Functions whose parameters are given from outside: op implementations, public mirrors of another library's call."""
+    """Functions whose parameters are given from outside: op implementations, a mirror of another library's call."""
     op_implementations = path.name in {"api.py", "fakes.py", "main_grad.py"} or path.parent.name == "reference"
-    return op_implementations or name == "chunk_kda"
+    validators = path.name == "checks.py" and name.startswith("validate_")
+    return op_implementations or validators or name == "chunk_kda"
 
 
 def is_kernel_entry(path: Path, function: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
-    """Device code takes its tensors one by one: what is decorated by the kernel language, and `__call__` of a kernel."""
+    """Device code takes its tensors one by one: what is decorated by the kernel language."""
     decorated = any("cute." in ast.unparse(decorator) for decorator in function.decorator_list)
     return decorated and {"stages", "device"} & set(path.parts) != set()
 

@@ -11,6 +11,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 import torch
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
@@ -97,22 +98,26 @@ def facts_table(found: dict[str, str]) -> Table:
 
 
 def checks_table(checks: Sequence[Check]) -> Table:
-    """One row a check; reasons below each other, so that none is cut off."""
-    table = Table(title="checked against float64")
-    for column in ("device", "op", "mode", "result"):
+    """One row a check, a block a device; reasons are numbered in the last column and spelled out below the table."""
+    table = Table(title="checked against float64", box=SIMPLE_HEAD, caption_justify="left", caption_style="")
+    for column in ("op", "mode", "result"):
         table.add_column(column, no_wrap=True)
-    for column in ("error", "bound", "ms"):
+    for column in ("error", "bound", "ms", "note"):
         table.add_column(column, justify="right", no_wrap=True)
-    table.add_column("reason", overflow="fold")
-    colours = {"right": "green", "wrong": "bold red", "failed": "bold red", "not run": "dim"}
+    reasons: dict[str, int] = {}
+    device = ""
     for check in checks:
+        if device != (device := f"{check.device}, {check.dtype}"):
+            table.add_section()
+            table.add_row(f"[bold]{device}[/]")
+        reason = f"the worst error is in {check.worst}" if check.status == "wrong" else check.reason
+        note = str(reasons.setdefault(reason, len(reasons) + 1)) if reason else ""
         error = "" if check.error is None else f"{check.error:.1e}"
         bound = "" if check.bound is None else f"{check.bound:.0e}"
         ms = "" if check.ms is None else f"{check.ms:.3g}"
-        reason = f"worst in {check.worst}" if check.status == "wrong" else check.reason
-        result = f"[{colours[check.status]}]{check.status}[/]"
-        device = f"{check.device} {check.dtype}"
-        table.add_row(device, check.op, check.mode, result, error, bound, ms, escape(reason))
+        style = {"right": "green", "not run": "dim"}.get(check.status, "bold red")
+        table.add_row(check.op, check.mode, f"[{style}]{check.status}[/]", error, bound, ms, note)
+    table.caption = "\n".join(f"{number}: {escape(reason)}" for reason, number in reasons.items())
     return table
 
 

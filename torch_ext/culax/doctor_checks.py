@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-MODES = ("eager", "torch.compile", "CUDA graph", "make_graphed_callables")
+MODES = ("eager", "torch.compile", "CUDA graph", "graphed callables")
 # Relative Frobenius error of the worst head (KDA) or expert (grouped products), rounding of the results included.
 BOUNDS = {torch.float32: 2e-5, torch.bfloat16: 2e-2}
 TIMED_RUNS = 5
@@ -237,8 +237,8 @@ def _captured(function: Function, example: Data, device: torch.device) -> Runner
 def _why_not(mode: str, device: torch.device) -> str:
     if device.type == "cuda":
         return ""
-    if mode in ("CUDA graph", "make_graphed_callables"):
-        return "no CUDA device here"
+    if mode in ("CUDA graph", "graphed callables"):
+        return "CUDA graphs and make_graphed_callables need a CUDA device"
     compiler = os.environ.get("CXX", "g++")
     if mode == "torch.compile" and not any(map(shutil.which, (compiler, "g++", "clang++"))):
         return "torch.compile needs a C++ compiler on the CPU, and none is installed"
