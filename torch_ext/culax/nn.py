@@ -25,8 +25,7 @@ class GroupedLinear(nn.Module):
 
     With accumulate_main_grad, `weight.main_grad` ([E, in, out] fp32, fp64 for an fp64 weight) is made with the layer
     and follows it to its device; one the caller has put there is used as it is. `zero_main_grad()` takes the place of
-    `zero_grad()` for it. `weight.grad_added_to_main_grad` is set to True in each forward (so that it compiles). It
-    follows that:
+    `zero_grad()` for it. `weight.grad_added_to_main_grad` is True, and set again by each forward. It follows that:
 
     - an optimiser needs the gradient handed over: `p.grad = p.main_grad.to(p.dtype)`;
     - `torch.cuda.make_graphed_callables` runs warm-up backwards on uninitialised gradients, which are added too: call
@@ -106,6 +105,8 @@ class GroupedLinear(nn.Module):
             self._main_grad = main_grad
         else:
             self.weight.main_grad = main_grad  # type: ignore[attr-defined]
+            # Already true when the forward sets it: inside a compiled checkpoint an attribute may not change.
+            self.weight.grad_added_to_main_grad = True  # type: ignore[attr-defined]
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "GroupedLinear":
         main_grad = self.main_grad
