@@ -1,6 +1,6 @@
 """culax: Kimi Delta Attention and grouped weight gradients as PyTorch ops.
 
-``import culax`` registers ``torch.ops.culax.*``. It needs no GPU, initialises no CUDA context, imports no kernel compiler.
+``import culax`` registers ``torch.ops.culax.*``. It needs no GPU, initialises no CUDA, imports no kernel compiler.
 """
 
 from importlib.metadata import PackageNotFoundError, version

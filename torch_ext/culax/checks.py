@@ -1,8 +1,8 @@
 """Argument checks shared by all ops: metadata everywhere, offset values where they are on the CPU.
 
 Every failure is a ``ValueError`` that names the op, the argument, what was expected and what was got. Symbolic sizes
-(of fake tensors under ``torch.compile`` or ``torch.export``) are never compared, so that no size becomes a constant of a
-graph: the real op checks them when it runs.
+(of fake tensors under ``torch.compile`` or ``torch.export``) are never compared, so that no size becomes a constant of
+a graph: the real op checks them when it runs.
 """
 
 from __future__ import annotations

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -14,7 +15,7 @@ from .kda import checks as kda_checks
 
 Op = str | torch._ops.OpOverload | torch._ops.OpOverloadPacket
 
-_BUILD = {
+_BUILD: dict[str, Callable[[str, tuple], dispatch.Problem]] = {
     **dict.fromkeys(kda_checks.VALIDATORS, kda_checks.build),
     **dict.fromkeys(("grouped_wgrad", "grouped_wgrad_out", "grouped_wgrad_out_list"), grouped_checks.build_wgrad),
     "grouped_mm": grouped_checks.build_mm,
@@ -27,7 +28,7 @@ class Explanation:
 
     Attributes:
         op: the op's name.
-        backend: ``"reference"`` (plain torch), ``"torch"`` (a product of torch itself), ``"cutedsl"`` (culax's kernels).
+        backend: ``"reference"`` (plain torch), ``"torch"`` (a product of torch's own), ``"cutedsl"`` (our kernels).
         variant: names of the kernels, joined by ``", "``; empty where no kernel runs.
         built: ``"built"`` (compiled ahead of time), ``"jit"`` (compiled at first use) or empty.
         reason: one sentence on why.

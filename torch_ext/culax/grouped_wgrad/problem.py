@@ -12,8 +12,8 @@ import torch
 class WgradProblem:
     """Sizes, dtypes and strides (in elements of the tensor as it is stored) of one grouped weight gradient.
 
-    ``tokens`` counts elements, not packed bytes. ``block`` is the number of tokens that share a scale: 0 without scales,
-    32 for MXFP8, 16 for NVFP4; ``scale_layout`` is empty without scales. ``discrete``: one output tensor an expert.
+    ``tokens`` counts elements, not packed bytes. ``block`` is the number of tokens that share a scale: 0 without, 32
+    for MXFP8, 16 for NVFP4; ``scale_layout`` is empty without scales. ``discrete``: one output tensor an expert.
     """
 
     family: ClassVar[str] = "grouped_wgrad"
