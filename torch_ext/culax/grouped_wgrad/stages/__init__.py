@@ -1,0 +1,1 @@
+"""Kernels of the grouped weight gradient, one package a kernel."""

@@ -1,0 +1,1 @@
+"""SM90 grouped weight-gradient GEMM: config, layouts, roles, kernel."""

@@ -1,0 +1,247 @@
+"""The two roles of a CTA: one warp loads, two warpgroups multiply and store."""
+
+from dataclasses import dataclass
+
+import cutlass
+import cutlass.cute as cute
+import cutlass.pipeline as pipeline
+from cutlass import Int32
+from cutlass.cute.nvgpu import cpasync, warpgroup
+
+from culax.grouped_wgrad.stages.gemm import layouts, schedule
+from culax.grouped_wgrad.stages.gemm.config import CONSUMERS, STORE_ROWS, WARPGROUP, Config
+from culax.grouped_wgrad.stages.gemm.descriptors import descriptor
+from culax.grouped_wgrad.stages.gemm.unaligned import fill_nan, load_unaligned
+
+
+@dataclass(frozen=True)
+class Gmem:
+    """What lives as long as the launch: TMA atoms with their coordinate tensors, and plain tensors.
+
+    a (M, ...), b (N, ...), c (M, N[, E]) are coordinates; a_plain, b_plain the operands' memory; ws (E, slots, 16)
+    int64 the device-written descriptors or None.
+    """
+
+    tma_a: cute.CopyAtom
+    a: cute.Tensor
+    tma_b: cute.CopyAtom
+    b: cute.Tensor
+    tma_c: cute.CopyAtom
+    c: cute.Tensor
+    a_plain: cute.Tensor
+    b_plain: cute.Tensor
+    ws: cute.Tensor | None
+
+
+@dataclass(frozen=True)
+class Smem:
+    """a (tile_m, tile_k, stages), b (tile_n, tile_k, stages), c (64, epi_n, buffers), offs (MAX_EXPERTS + 1)."""
+
+    a: cute.Tensor
+    b: cute.Tensor
+    c: cute.Tensor
+    offs: cute.Tensor
+
+
+@cute.jit
+def group_tiles(config: cutlass.Constexpr[Config], smem: Smem, expert: Int32):
+    """(first token, tokens, k tiles) of an expert."""
+    begin = smem.offs[expert]
+    length = smem.offs[expert + 1] - begin
+    return begin, length, cute.ceil_div(length, config.tile_k)
+
+
+def operand_view(config: Config, tensor: cute.Tensor, written: bool, begin: Int32, length: Int32) -> cute.Tensor:
+    """The (X, tokens) coordinates of one group, for either kind of descriptor."""
+    if written:
+        return tensor if config.ragged else cute.domain_offset((0, begin), tensor)
+    return layouts.group_of(tensor, begin, length)
+
+
+@cute.jit
+def load(config: cutlass.Constexpr[Config], gmem: Gmem, smem: Smem, ab: pipeline.PipelineTmaAsync, space: schedule.Space):
+    """Producer warp: for each tile of this cluster, stream the group's A and B tiles through the ring."""
+    state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, config.stages)
+    index = cute.arch.block_idx()[1]
+    while index < schedule.total(space):
+        expert, row, column = schedule.locate(config, space, index)
+        begin, length, k_tiles = group_tiles(config, smem, expert)
+        desc_a, desc_b = acquire_operands(config, gmem, expert)
+        if cutlass.const_expr(config.ragged):
+            if length % 8 == 0:
+                state = load_tile(config, gmem, smem, ab, state, (row, column, begin, length, k_tiles, desc_a, desc_b))
+            else:
+                state = load_unaligned(config, gmem, smem, ab, state, (row, column, begin, length, k_tiles))
+        else:
+            state = load_tile(config, gmem, smem, ab, state, (row, column, begin, length, k_tiles, desc_a, desc_b))
+        index += cute.arch.grid_dim()[1]
+    ab.producer_tail(state)
+
+
+@cute.jit
+def acquire_operands(config: cutlass.Constexpr[Config], gmem: Gmem, expert: Int32):
+    """Descriptor pointers of A and B (None for parameter descriptors), acquired by the whole warp."""
+    desc_a, desc_b = None, None
+    if cutlass.const_expr(config.a_written):
+        desc_a = descriptor(gmem.ws, expert, 0)
+        if cutlass.const_expr(config.fault != "no_acquire_load"):
+            cpasync.fence_tma_desc_acquire(desc_a)
+    if cutlass.const_expr(config.b_written):
+        desc_b = descriptor(gmem.ws, expert, config.slot_b)
+        if cutlass.const_expr(config.fault != "no_acquire_load"):
+            cpasync.fence_tma_desc_acquire(desc_b)
+    return desc_a, desc_b
+
+
+@cute.jit
+def load_tile(config: cutlass.Constexpr[Config], gmem: Gmem, smem: Smem, ab: pipeline.PipelineTmaAsync, state, tile):
+    """All k tiles of one output tile by TMA; returns the pipeline state."""
+    row, column, begin, length, k_tiles, desc_a, desc_b = tile
+    rank = cute.arch.make_warp_uniform(cute.arch.block_idx_in_cluster())
+    ctas = cute.make_layout((config.cluster_m, config.cluster_n, 1))
+    coord = ctas.get_flat_coord(rank)
+    g_a = operand_view(config, gmem.a, config.a_written, begin, length)
+    g_b = operand_view(config, gmem.b, config.b_written, begin, length)
+    g_a = cute.local_tile(g_a, (config.tile_m, config.tile_k), (row, None))
+    g_b = cute.local_tile(g_b, (config.tile_n, config.tile_k), (column, None))
+    t_as, t_ag = cpasync.tma_partition(
+        gmem.tma_a, coord[1], cute.make_layout(config.cluster_n), cute.group_modes(smem.a, 0, 2), cute.group_modes(g_a, 0, 2)
+    )
+    t_bs, t_bg = cpasync.tma_partition(
+        gmem.tma_b, coord[0], cute.make_layout(config.cluster_m), cute.group_modes(smem.b, 0, 2), cute.group_modes(g_b, 0, 2)
+    )
+    mask_a = cute.make_layout_image_mask(ctas, coord, mode=1) if config.cluster_n > 1 else None
+    mask_b = cute.make_layout_image_mask(ctas, coord, mode=0) if config.cluster_m > 1 else None
+    for k in cutlass.range(k_tiles, unroll=1):
+        ab.producer_acquire(state)
+        if cutlass.const_expr(config.poison):
+            fill_nan(config, smem, state.index)
+        bar = ab.producer_get_barrier(state)
+        cute.copy(
+            gmem.tma_a, t_ag[None, k], t_as[None, state.index], tma_bar_ptr=bar, mcast_mask=mask_a, tma_desc_ptr=desc_a
+        )
+        cute.copy(
+            gmem.tma_b, t_bg[None, k], t_bs[None, state.index], tma_bar_ptr=bar, mcast_mask=mask_b, tma_desc_ptr=desc_b
+        )
+        state.advance()
+    return state
+
+
+@cute.jit
+def consume(config: cutlass.Constexpr[Config], gmem: Gmem, smem: Smem, ab: pipeline.PipelineTmaAsync, space: schedule.Space):
+    """Consumer warpgroup: accumulate its rows of each tile, then send them out chunk by chunk."""
+    warpgroup_index = cute.arch.make_warp_uniform(cute.arch.thread_idx()[0] // WARPGROUP) - 1
+    mma = layouts.tiled_mma(config)
+    thread = mma.get_slice(0)
+    s_a = cute.local_tile(smem.a, (config.warpgroup_m, config.tile_k), (warpgroup_index, 0, None))
+    r_a = mma.make_fragment_A(thread.partition_A(s_a))
+    r_b = mma.make_fragment_B(thread.partition_B(smem.b))
+    acc = cute.make_rmem_tensor(mma.partition_shape_C((config.warpgroup_m, config.tile_n)), cutlass.Float32)
+    state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, config.stages)
+    index = cute.arch.block_idx()[1]
+    while index < schedule.total(space):
+        expert, row, column = schedule.locate(config, space, index)
+        begin, length, k_tiles = group_tiles(config, smem, expert)
+        desc_c = acquire_output(config, gmem, expert)
+        state = multiply(config, mma, (acc, r_a, r_b), ab, state, k_tiles)
+        if k_tiles == 0:
+            acc.fill(0.0)
+        if cutlass.const_expr(config.accumulate):
+            if k_tiles > 0:
+                store(config, mma, acc, gmem, smem, (warpgroup_index, expert, row, column, desc_c))
+        else:
+            store(config, mma, acc, gmem, smem, (warpgroup_index, expert, row, column, desc_c))
+        index += cute.arch.grid_dim()[1]
+    cute.arch.cp_async_bulk_wait_group(0)
+
+
+@cute.jit
+def acquire_output(config: cutlass.Constexpr[Config], gmem: Gmem, expert: Int32):
+    """C's descriptor of an expert, acquired by every warp that may store through it, empty experts included."""
+    desc_c = None
+    if cutlass.const_expr(config.discrete):
+        desc_c = descriptor(gmem.ws, expert, config.slot_c)
+        if cutlass.const_expr(config.fault != "no_acquire"):
+            cpasync.fence_tma_desc_acquire(desc_c)
+    return desc_c
+
+
+@cute.jit
+def multiply(config: cutlass.Constexpr[Config], mma: cute.TiledMma, operands, ab: pipeline.PipelineTmaAsync, state, k_tiles: Int32):
+    """acc = sum over k tiles; a stage is released once the WGMMA group that reads it has completed."""
+    acc, r_a, r_b = operands
+    behind = state.clone()
+    for k in cutlass.range(k_tiles, unroll=1):
+        ab.consumer_wait(state)
+        warpgroup.fence()
+        atom = cute.make_mma_atom(mma.op)
+        atom.set(warpgroup.Field.ACCUMULATE, k > 0)
+        for block in cutlass.range_constexpr(config.tile_k // 16):
+            cute.gemm(atom, acc, r_a[None, None, block, state.index], r_b[None, None, block, state.index], acc)
+            atom.set(warpgroup.Field.ACCUMULATE, True)
+        warpgroup.commit_group()
+        if cutlass.const_expr(config.fault == "early_release"):
+            ab.consumer_release(behind)
+            behind.advance()
+            warpgroup.wait_group(0)
+        elif cutlass.const_expr(config.lag == 0):
+            warpgroup.wait_group(0)
+            ab.consumer_release(behind)
+            behind.advance()
+        else:
+            warpgroup.wait_group(1)
+            if k > 0:
+                ab.consumer_release(behind)
+                behind.advance()
+        state.advance()
+    warpgroup.wait_group(0)
+    if cutlass.const_expr(config.lag == 1 and config.fault != "early_release"):
+        if k_tiles > 0:
+            ab.consumer_release(behind)
+    return state
+
+
+@cute.jit
+def store(config: cutlass.Constexpr[Config], mma: cute.TiledMma, acc: cute.Tensor, gmem: Gmem, smem: Smem, tile):
+    """Send one warpgroup's rows out: registers -> shared memory -> TMA store (or reduce-add), chunk by chunk.
+
+    With S = epi_stages >= 2 one warpgroup barrier a chunk is enough: the storing warp lets at most S - 2 older
+    stores keep reading shared memory before it meets that barrier, so the buffer two chunks ahead is free.
+    """
+    warpgroup_index, expert, row, column, desc_c = tile
+    tid = cute.arch.thread_idx()[0] % WARPGROUP
+    storing = cute.arch.make_warp_uniform(tid // 32) == 0
+    out = layouts.DTYPES[config.out_dtype]
+    copy = layouts.register_to_shared(config, mma)
+    thread = copy.get_slice(tid)
+    t_rs_s = thread.partition_D(smem.c)
+    t_rs_acc = copy.retile(acc)
+    chunk_shape = cute.shape(thread.partition_S(smem.c))[:3]
+    r_out = cute.make_rmem_tensor(chunk_shape, out)
+    r_acc = cute.make_rmem_tensor(chunk_shape, cutlass.Float32)
+    size = cute.size(r_out)
+    m_c = gmem.c if config.discrete else gmem.c[None, None, expert]
+    g_c = cute.local_tile(m_c, (STORE_ROWS, config.epi_n), (None, None))
+    t_cs, t_cg = cpasync.tma_partition(
+        gmem.tma_c, 0, cute.make_layout(1), cute.group_modes(smem.c, 0, 2), cute.group_modes(g_c, 0, 2)
+    )
+    row_block = (row * CONSUMERS + warpgroup_index) * (config.warpgroup_m // STORE_ROWS)
+    columns = config.tile_n // config.epi_n
+    for chunk in cutlass.range_constexpr(config.chunks):
+        buffer = warpgroup_index * config.epi_stages + chunk % config.epi_stages
+        if cutlass.const_expr(config.epi_stages == 1):
+            if storing:
+                cute.arch.cp_async_bulk_wait_group(0, read=True)
+            cute.arch.barrier(barrier_id=1 + warpgroup_index, number_of_threads=WARPGROUP)
+        for i in cutlass.range_constexpr(size):
+            r_acc[i] = t_rs_acc[chunk * size + i]
+        r_out.store(r_acc.load().to(out))
+        cute.copy(copy, r_out, t_rs_s[None, None, None, buffer])
+        cute.arch.fence_proxy("async.shared", space="cta")
+        cute.arch.barrier(barrier_id=1 + warpgroup_index, number_of_threads=WARPGROUP)
+        if storing:
+            where = (None, row_block + chunk // columns, column * columns + chunk % columns)
+            cute.copy(gmem.tma_c, t_cs[None, buffer], t_cg[where], tma_desc_ptr=desc_c)
+            cute.arch.cp_async_bulk_commit_group()
+            if cutlass.const_expr(config.epi_stages > 1):
+                cute.arch.cp_async_bulk_wait_group(config.epi_stages - 2, read=True)

@@ -1,0 +1,88 @@
+"""Device-side schedule: clamped group offsets, and which tile a cluster works on.
+
+Work is ordered expert by expert, so a cluster never straddles two; within an expert, bands of `band` clusters along M
+are walked column by column, so that the CTAs running together share rows of A and columns of B in L2.
+"""
+
+from dataclasses import dataclass
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Int32
+
+from culax.grouped_wgrad.stages.gemm.config import Config
+
+LANES = 32
+
+
+@dataclass(frozen=True)
+class Space:
+    """Work space in units of clusters. All Int32; `tokens` is T."""
+
+    experts: Int32
+    tokens: Int32
+    clusters_m: Int32
+    clusters_n: Int32
+
+
+def make_space(config: Config, m: Int32, n: Int32, experts: Int32, tokens: Int32) -> Space:
+    """Space of `experts` (m, n) outputs."""
+    return Space(
+        experts,
+        tokens,
+        cute.ceil_div(m, config.tile_m * config.cluster_m),
+        cute.ceil_div(n, config.tile_n * config.cluster_n),
+    )
+
+
+@cute.jit
+def clamped(offs: cute.Tensor, index: Int32, tokens: Int32) -> Int32:
+    """offs[index] within [0, T]."""
+    return cutlass.max(cutlass.min(offs[index], tokens), 0)
+
+
+@cute.jit
+def write_offsets(offs: cute.Tensor, space: Space, s_offs: cute.Tensor):
+    """One warp: s_offs[e + 1] = max(s_offs[e], min(offs[e], T)), s_offs[0] = 0, as a running maximum."""
+    lane = cute.arch.lane_idx()
+    per_lane = cute.ceil_div(space.experts, LANES)
+    first = lane * per_lane
+    last = cutlass.min(first + per_lane, space.experts)
+    top = Int32(0)
+    for e in cutlass.range(first, last, unroll=1):
+        top = cutlass.max(top, clamped(offs, e, space.tokens))
+    for step in cutlass.range_constexpr(5):
+        below = cute.arch.shuffle_sync_up(top, 1 << step, mask_and_clamp=0)
+        if lane >= (1 << step):
+            top = cutlass.max(top, below)
+    running = cute.arch.shuffle_sync_up(top, 1, mask_and_clamp=0)
+    if lane == 0:
+        running = Int32(0)
+        s_offs[0] = Int32(0)
+    for e in cutlass.range(first, last, unroll=1):
+        running = cutlass.max(running, clamped(offs, e, space.tokens))
+        s_offs[e + 1] = running
+
+
+@cute.jit
+def locate(config: cutlass.Constexpr[Config], space: Space, index: Int32):
+    """Cluster index -> (expert, tile row, tile column) of this CTA."""
+    per_expert = space.clusters_m * space.clusters_n
+    expert = index // per_expert
+    rest = index - expert * per_expert
+    band = rest // (config.band * space.clusters_n)
+    first = band * config.band
+    height = cutlass.min(space.clusters_m - first, config.band)
+    rest -= first * space.clusters_n
+    column = rest // height
+    row = first + rest - column * height
+    rank = cute.arch.make_warp_uniform(cute.arch.block_idx_in_cluster())
+    rank_n = rank // config.cluster_m
+    rank_m = rank - rank_n * config.cluster_m
+    return expert, row * config.cluster_m + rank_m, column * config.cluster_n + rank_n
+
+
+@cute.jit
+def total(space: Space) -> Int32:
+    """Clusters of work in all."""
+    return space.experts * space.clusters_m * space.clusters_n
