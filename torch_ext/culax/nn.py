@@ -32,8 +32,8 @@ class GroupedLinear(nn.Module):
       `zero_main_grad()` after it;
     - reducers see no gradient for the weight. Under DistributedDataParallel put the weight's name in the wrapped
       module's `_ddp_params_and_buffers_to_ignore` (DDP fills a missing gradient with zeros) and all-reduce
-      `weight.main_grad`; under `fully_shard` all-reduce `layer.main_grad`, which is the unsharded gradient of this
-      rank;
+      `weight.main_grad`. Under `fully_shard` all-reduce `layer.main_grad`, this rank's unsharded gradient, and hand it
+      over with `torch.distributed.tensor.distribute_tensor(grad, weight.device_mesh, weight.placements)`;
     - neither main_grad nor its accumulation is part of the state_dict, and create_graph=True raises.
     """
 
