@@ -113,7 +113,7 @@ def wgrad_by_chunk(a: Tensor, b: Tensor, experts: Experts, scales: Scales | None
     if scales is not None and scales.global_a is not None and scales.global_b is not None:
         # The scale of an empty expert may be anything; its product stays zero.
         for factor in (scales.global_a, scales.global_b):
-            total = total * torch.where(experts.count > 0, factor, 1.0)[:, None, None]
+            total = total * factor.masked_fill(experts.count == 0, 1.0)[:, None, None]
     return total
 
 
