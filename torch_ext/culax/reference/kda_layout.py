@@ -29,8 +29,8 @@ class Packing:
     """What only packed sequences need. N is the number of sequences; chunk ids beyond the last sequence are surplus.
 
     owner: [NT] sequence of each chunk (the last one for surplus chunks). starts, ends: [NT] whether the chunk is the
-    first or the last of its sequence (surplus chunks are both). first, last: [N] chunk ids (arbitrary for empty sequences).
-    empty: [N] whether the sequence has no rows. covered: [T] whether a sequence holds the token.
+    first or the last of its sequence (surplus chunks are both). first, last: [N] chunk ids (arbitrary for empty
+    sequences). empty: [N] whether the sequence has no rows. covered: [T] whether a sequence holds the token.
     """
 
     owner: Tensor
