@@ -42,7 +42,6 @@ def test_linear_in_tokens(ends):
     short, long = peak(512, ends), peak(2048, ends)
     assert long / short < 4.2
     # Sequences of 32 tokens fill half a chunk of 64, and the bound on their number of chunks adds half as much again.
-    print(long / short, long / 4 / 2048 / 64)
     padding = 3 if ends and len(ends(512)) > 3 else 1
     values = 2048 * 2 * 32
     assert long < 64 * padding * 4 * values, f"{long / 4 / values:.0f} values for each value of v"
