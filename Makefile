@@ -9,7 +9,7 @@ READY := $(VENV)/.ready
 STUB_SOURCES := setup.py pyproject.toml torch_ext/culax/schemas.txt $(wildcard csrc_stub/*)
 
 .DEFAULT_GOAL := help
-.PHONY: help env demo test lint types unit gpu-test bench clean
+.PHONY: help env demo doctor test lint types unit gpu-test ptx-all kernels bench clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*##/\t/' | expand -t 14
@@ -26,7 +26,10 @@ $(READY): $(STUB_SOURCES)
 
 demo: env  ## check every op on this machine, then train a tiny language model
 	$(PY) -m culax
-	$(PY) examples/train_tiny_lm.py --steps 60
+	$(PY) examples/train_tiny_lm.py
+
+doctor: env  ## what runs on this machine, checked against float64
+	$(PY) -m culax
 
 test: lint types unit  ## lint, type check, tests
 
@@ -39,8 +42,14 @@ types: env  ## mypy
 unit: env  ## the tests (GPU tests run where a GPU is)
 	OMP_NUM_THREADS=1 $(PY) -m pytest -n $(JOBS) --dist loadfile
 
-gpu-test:  ## the GPU tests, with PY's torch
-	PYTHONPATH=torch_ext $(PY) -m pytest tests/gpu
+gpu-test:  ## the GPU tests, with PY's torch; records what passed in tests/gpu/verified.json
+	PYTHONPATH=torch_ext $(PY) -m tests.gpu.record
+
+ptx-all: env  ## check the compiled code of every kernel variant
+	$(PY) -m pytest tests/ptx --ptx-all
+
+kernels: env  ## build the SM90 kernels ahead of time
+	$(PY) -m culax build --arch sm_90a
 
 bench: env  ## the benchmark cases this machine can run
 	$(PY) -m benchmarks.run
