@@ -1,0 +1,75 @@
+"""What a launch hands to the kernels: inputs copied only where they must be, workspaces sized from shapes."""
+
+import pytest
+import torch
+
+from culax.kda import launch
+
+B, T, H, HV, K, V = 2, 70, 2, 4, 64, 128
+
+
+def arguments(**changes):
+    bf16 = torch.bfloat16
+    values = {
+        "do": torch.randn(B, T, HV, V, dtype=bf16),
+        "dht": None,
+        "q": torch.randn(B, T, H, K, dtype=bf16),
+        "k": torch.randn(B, T, H, K, dtype=bf16),
+        "v": torch.randn(B, T, HV, V, dtype=bf16),
+        "g": torch.randn(B, T, HV, K),
+        "beta": torch.rand(B, T, HV),
+        "aqk": torch.randn(B, T, HV, 64, dtype=bf16),
+        "akk": torch.randn(B, T, HV, 64, dtype=bf16),
+        "initial_state": None,
+        "cu_seqlens": None,
+        "scale": 0.5,
+    }
+    return tuple((values | changes).values())
+
+
+def test_inputs_that_kernels_can_read_are_not_copied():
+    given = arguments(q=torch.randn(B, H, T, K, dtype=torch.bfloat16).transpose(1, 2))
+    inputs, scale = launch.collect(given)
+    assert scale == 0.5
+    for tensor, mine in zip(given[2:9], (inputs.q, inputs.k, inputs.v, inputs.g, inputs.beta, inputs.aqk, inputs.akk)):
+        assert mine is tensor
+
+
+@pytest.mark.parametrize("case", ["padded", "strided", "shifted", "half-gates"])
+def test_other_inputs_are_copied_with_their_values(case):
+    bf16 = torch.bfloat16
+    given = {
+        "padded": {"q": torch.randn(B, T, H, K + 1, dtype=bf16)[..., :K]},
+        "strided": {"q": torch.randn(B, T, H, 2 * K, dtype=bf16)[..., ::2]},
+        "shifted": {"q": torch.randn(B * T * H * K + 1, dtype=bf16)[1:].view(B, T, H, K)},
+        "half-gates": {"g": torch.randn(B, T, HV, K, dtype=bf16)},
+    }[case]
+    ((name, tensor),) = given.items()
+    mine = getattr(launch.collect(arguments(**given))[0], name)
+    assert mine.is_contiguous() and mine.data_ptr() % 16 == 0
+    assert torch.equal(mine, tensor.to(mine.dtype)) and mine is not tensor
+
+
+def test_absent_states_are_empty_and_absent_do_is_one_row_of_zeros():
+    inputs, _ = launch.collect(arguments(do=None))
+    assert inputs.initial.shape == inputs.dht.shape == (0, HV, K, V)
+    assert inputs.do.shape == (B, T, HV, V) and inputs.do.stride() == (0, 0, 0, 1)
+    assert inputs.do.untyped_storage().nbytes() == 2 * V and not inputs.do.any()
+
+
+@pytest.mark.parametrize(
+    ("offsets", "chunks", "rows", "bounds"),
+    [(None, 4, 4, 3), ([0, 5, 70], 4, 6, 3), ([3], 2, 4, 1)],
+    ids=["equal", "packed", "no-sequence"],
+)
+def test_workspaces_follow_from_shapes(offsets, chunks, rows, bounds):
+    given = list(arguments())
+    if offsets is not None:
+        given[:10] = [None if x is None else x[:1] for x in given[:10]]
+        given[10] = torch.tensor(offsets)
+    tapes = launch.allocate(launch.collect(tuple(given))[0])
+    assert tapes.h.shape == tapes.dh.shape == (chunks, HV, K, V)
+    assert tapes.minus_w.shape == tapes.qg.shape == tapes.kg.shape == (chunks, HV, 64, K)
+    assert tapes.u.shape == tapes.v_new.shape == tapes.dvn.shape == (chunks, HV, 64, V)
+    assert tapes.decay.shape == (chunks, HV, K) and tapes.decay.dtype == torch.float32
+    assert tapes.table.shape == (rows, 4) and tapes.bounds.shape == (bounds,)

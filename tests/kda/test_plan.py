@@ -1,0 +1,93 @@
+"""The KDA plan: which problems have kernels, which configurations are built, and that each fits a multiprocessor."""
+
+import dataclasses
+
+import pytest
+import torch
+
+from culax.kda import plan
+from culax.kda.problem import KdaProblem
+from culax.kda.stages.local.config import LocalConfig
+from culax.kda.stages.prep.config import PrepConfig
+from culax.kda.stages.reverse_scan.config import ReverseScanConfig
+from culax.kda.stages.scan.config import ScanConfig
+
+SMEM_LIMIT = 232_448
+PROBLEM = KdaProblem(
+    op="kda_bwd",
+    batch=1,
+    tokens=1000,
+    heads=4,
+    value_heads=4,
+    key_dim=128,
+    value_dim=128,
+    sequences=1,
+    varlen=False,
+    dtype=torch.bfloat16,
+    gate_dtype=torch.float32,
+    beta_dtype=torch.float32,
+    state_dtype=torch.float32,
+    device_type="cuda",
+)
+
+
+@pytest.mark.parametrize(
+    ("change", "arch", "named"),
+    [
+        ({}, "sm_100a", "sm_100a"),
+        ({"op": "kda_fwd"}, "sm_90a", "kda_fwd"),
+        ({"dtype": torch.float16}, "sm_90a", "float16"),
+        ({"key_dim": 96}, "sm_90a", "K = 96"),
+        ({"value_dim": 256}, "sm_90a", "V = 256"),
+    ],
+    ids=["arch", "forward", "half", "key-dim", "value-dim"],
+)
+def test_what_has_no_kernel_gets_a_reason_that_names_it(change, arch, named):
+    reason = plan.plan(dataclasses.replace(PROBLEM, **change), arch)
+    assert isinstance(reason, str) and named in reason
+
+
+def test_every_plan_launches_only_kernels_that_are_built_ahead():
+    built = set(plan.variants("sm_90a"))
+    for key_dim in plan.DIMS:
+        for value_dim in plan.DIMS:
+            for offsets in ("", "int64"):
+                for grouped in (False, True):
+                    chosen = plan.plan_for("sm_90a", key_dim, value_dim, offsets, grouped)
+                    assert set(chosen.variants) <= built
+                    assert (chosen.group_sum is not None) == grouped == chosen.local.config.partial
+
+
+def test_names_are_unique_and_other_architectures_have_none():
+    names = [variant.name for variant in plan.variants("sm_90a")]
+    assert len(names) == len(set(names)) > 0
+    assert plan.variants("sm_100a") == ()
+
+
+CONFIGS = [variant.config for variant in plan.variants("sm_90a") if hasattr(variant.config, "smem_bytes")]
+
+
+@pytest.mark.parametrize("config", CONFIGS, ids=repr)
+def test_shared_memory_and_threads_fit(config):
+    assert config.smem_bytes <= SMEM_LIMIT
+    assert config.threads % 32 == 0 and config.threads <= 1024
+
+
+@pytest.mark.parametrize(
+    ("config", "smem", "threads"),
+    [
+        (PrepConfig(128, 128), 46_336, 256),
+        (ScanConfig(128, 128), 136_704, 128),
+        (ReverseScanConfig(128, 128), 216_576, 128),
+        (LocalConfig(128, 128, partial=False), 225_024, 256),
+        (LocalConfig(64, 64, partial=False), 140_288, 128),
+    ],
+    ids=repr,
+)
+def test_shared_memory_is_what_the_kernels_were_seen_to_take(config, smem, threads):
+    assert (config.smem_bytes, config.threads) == (smem, threads)
+
+
+def test_a_scan_stage_more_would_not_fit():
+    config = ReverseScanConfig(128, 128)
+    assert dataclasses.replace(config, stages=config.stages + 1).smem_bytes > SMEM_LIMIT

@@ -1,0 +1,2 @@
+"""What kernels share: chunks, tiles, gates, states, and stand-ins for tensors. Imported only when kernels are compiled,
+except `sizes`."""

@@ -1,0 +1,102 @@
+"""Chunks of 64 tokens: the chunk table, views of a chunk's rows, and copies of them to and from shared memory.
+
+The chunk table is int32 [NT, 4] with one row (sequence, batch, first token, rows) for each chunk; rows is 0 in surplus
+chunks. A chunk's rows past its last valid one belong to somebody else: they are neither read nor written, and arrive in
+shared memory as zeros.
+"""
+
+from dataclasses import dataclass
+
+import cutlass
+import cutlass.cute as cute
+from cutlass.cute.nvgpu import cpasync
+
+from culax.device.sizes import CHUNK, VECTOR
+
+LOG2_E = 1.4426950408889634
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """One row of the chunk table, Int32 each."""
+
+    sequence: cutlass.Int32
+    batch: cutlass.Int32
+    first: cutlass.Int32
+    rows: cutlass.Int32
+
+
+def read_chunk(table: cute.Tensor, index: cutlass.Int32) -> Chunk:
+    """Row `index` of the chunk table."""
+    return Chunk(*(table[index, field] for field in range(4)))
+
+
+def chunk_rows(tensor: cute.Tensor, chunk: Chunk, head: cutlass.Int32) -> cute.Tensor:
+    """View [64, D] of a chunk's rows in a tensor [B, T, heads, D] of any strides with a contiguous last dimension."""
+    tokens = tensor[chunk.batch, None, head, None]
+    begin = cute.domain_offset((chunk.first, 0), tokens)
+    return cute.make_tensor(begin.iterator, cute.make_layout((CHUNK, tensor.shape[3]), stride=(tokens.stride[0], 1)))
+
+
+def chunk_column(tensor: cute.Tensor, chunk: Chunk, head: cutlass.Int32) -> cute.Tensor:
+    """View [64] of a chunk's entries in a tensor [B, T, heads]."""
+    tokens = tensor[chunk.batch, None, head]
+    begin = cute.domain_offset(chunk.first, tokens)
+    return cute.make_tensor(begin.iterator, cute.make_layout((CHUNK,), stride=tokens.stride))
+
+
+def select(condition: cutlass.Boolean, yes: cutlass.Float32, no: float | cutlass.Float32) -> cutlass.Float32:
+    """`yes` where the condition holds, else `no`, as a select and not as a product: NaN times 0 is NaN."""
+    return cutlass.Float32(cutlass.cutlass_dsl.select_(condition, cutlass.Float32(yes), cutlass.Float32(no)))
+
+
+def exp2(x: cutlass.Float32) -> cutlass.Float32:
+    """2 to the power x, error within 2 ulp, 0 below the normal range."""
+    return cute.math.exp2(x, fastmath=True)
+
+
+def _row_copy(atom: cute.CopyAtom, threads: int, columns: int) -> cute.TiledCopy:
+    across = columns // VECTOR
+    order = cute.make_layout((threads // across, across), stride=(across, 1))
+    return cute.make_tiled_copy_tv(atom, order, cute.make_layout((1, VECTOR)))
+
+
+@cute.jit
+def load_rows(source: cute.Tensor, tile: cute.Tensor, rows: cutlass.Int32, threads: cutlass.Constexpr) -> None:
+    """Start copying [R, D] bf16 rows from global memory to a tile, 16 bytes a thread; rows from `rows` on become zero.
+
+    The copies join the calling thread's current cp.async group.
+    """
+    atom = cute.make_copy_atom(cpasync.CopyG2SOp(), cutlass.BFloat16, num_bits_per_copy=128)
+    copy = _row_copy(atom, threads, tile.shape[1])
+    mine = copy.get_slice(cute.arch.thread_idx()[0])
+    source_part, tile_part = mine.partition_S(source), mine.partition_D(tile)
+    where = mine.partition_S(cute.make_identity_tensor(tile.shape))
+    for i in cutlass.range_constexpr(cute.size(tile_part, mode=[1])):
+        if where[0, i, 0][0] < rows:
+            cute.copy(copy, source_part[None, i, None], tile_part[None, i, None])
+        else:
+            tile_part[None, i, None].fill(0)
+
+
+@cute.jit
+def store_rows(tile: cute.Tensor, target: cute.Tensor, rows: cutlass.Int32, threads: cutlass.Constexpr) -> None:
+    """Copy the first `rows` rows of a [R, D] bf16 tile to global memory, 16 bytes a thread."""
+    atom = cute.make_copy_atom(cute.nvgpu.CopyUniversalOp(), cutlass.BFloat16, num_bits_per_copy=128)
+    copy = _row_copy(atom, threads, tile.shape[1])
+    mine = copy.get_slice(cute.arch.thread_idx()[0])
+    tile_part, target_part = mine.partition_S(tile), mine.partition_D(target)
+    where = mine.partition_S(cute.make_identity_tensor(tile.shape))
+    for i in cutlass.range_constexpr(cute.size(tile_part, mode=[1])):
+        if where[0, i, 0][0] < rows:
+            cute.copy(copy, tile_part[None, i, None], target_part[None, i, None])
+
+
+@cute.jit
+def load_vector(source: cute.Tensor, target: cute.Tensor) -> None:
+    """Start copying a contiguous fp32 vector of a multiple of 4 elements, 16 bytes a thread; joins the current cp.async
+    group."""
+    thread = cute.arch.thread_idx()[0]
+    atom = cute.make_copy_atom(cpasync.CopyG2SOp(), cutlass.Float32, num_bits_per_copy=128)
+    if thread < source.shape[0] // 4:
+        cute.copy(atom, cute.local_tile(source, (4,), (thread,)), cute.local_tile(target, (4,), (thread,)))

@@ -1,0 +1,41 @@
+"""Stand-ins for the tensors that kernels are compiled for: what each argument may be."""
+
+import cutlass
+import cutlass.cute as cute
+from cutlass.cute.runtime import make_fake_compact_tensor, make_fake_stream, make_fake_tensor
+
+
+def rows(dtype: type[cutlass.Numeric], width: int) -> cute.Tensor:
+    """[B, T, heads, width], last dimension contiguous, the other strides multiples of 16 bytes, 64-bit."""
+    step = 128 // dtype.width
+    strides = tuple(cute.sym_int64(divisibility=step) for _ in range(3))
+    shape = tuple(cute.sym_int32() for _ in range(3))
+    return make_fake_tensor(dtype, (*shape, width), stride=(*strides, 1), assumed_align=16)
+
+
+def column(dtype: type[cutlass.Numeric]) -> cute.Tensor:
+    """[B, T, heads] of any strides, 64-bit."""
+    strides = tuple(cute.sym_int64() for _ in range(3))
+    return make_fake_tensor(dtype, tuple(cute.sym_int32() for _ in range(3)), stride=strides)
+
+
+def tape(dtype: type[cutlass.Numeric], *tail: int) -> cute.Tensor:
+    """Contiguous [chunks or sequences, heads, *tail] with offsets of 64 bits."""
+    shape = (cute.sym_int32(), cute.sym_int32(), *tail)
+    return make_fake_compact_tensor(dtype, shape, stride_order=tuple(reversed(range(len(shape)))), assumed_align=16)
+
+
+def table() -> cute.Tensor:
+    """The chunk table, int32 [NT, 4]."""
+    return make_fake_compact_tensor(cutlass.Int32, (cute.sym_int32(), 4), stride_order=(1, 0), assumed_align=16)
+
+
+def stream() -> object:
+    """Torch's current stream at the time of the call."""
+    return make_fake_stream(use_tvm_ffi_env_stream=True)
+
+
+def vector(dtype: type[cutlass.Numeric]) -> cute.Tensor:
+    """A contiguous vector: cu_seqlens, or bounds, the first chunk of every sequence and the end of the last, int32 [N +
+    1]."""
+    return make_fake_compact_tensor(dtype, (cute.sym_int32(),))

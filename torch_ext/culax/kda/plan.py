@@ -1,0 +1,96 @@
+"""Which kernels run a KDA problem; chooses every Config and nothing else does."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+
+from ..runtime.variants import Variant
+from .problem import KdaProblem
+from .stages.chunk_table.config import ChunkTableConfig
+from .stages.group_sum.config import GroupSumConfig
+from .stages.local.config import LocalConfig
+from .stages.prep.config import PrepConfig
+from .stages.reverse_scan.config import ReverseScanConfig
+from .stages.scan.config import ScanConfig
+
+ARCHITECTURES = ("sm_90a",)
+DIMS = (64, 128)
+VERIFIED = False
+"""Whether the kernels below have passed tests/gpu on hardware."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The kernels of one backward call, in launch order; group_sum is None when every query head has one value head."""
+
+    chunk_table: Variant
+    prep: Variant
+    scan: Variant
+    reverse_scan: Variant
+    local: Variant
+    group_sum: Variant | None
+
+    @property
+    def variants(self) -> tuple[Variant, ...]:
+        """All kernels the plan launches."""
+        stages = (self.chunk_table, self.prep, self.scan, self.reverse_scan, self.local)
+        return stages if self.group_sum is None else (*stages, self.group_sum)
+
+
+def _variant(arch: str, stage: str, suffix: str, config: object) -> Variant:
+    name = f"kda_{stage}_{suffix}_{arch.replace('_', '')}"
+    return Variant("kda", arch, name, f"culax.kda.stages.{stage}.kernel:entry", config)
+
+
+@cache
+def plan_for(arch: str, key_dim: int, value_dim: int, offsets: str, grouped: bool) -> Plan:
+    """The plan for one kind of call. offsets: cu_seqlens' dtype, "int64", or "" without it; grouped: HV > H."""
+    dims = f"k{key_dim}_v{value_dim}"
+    return Plan(
+        chunk_table=_variant(arch, "chunk_table", offsets or "equal", ChunkTableConfig(offsets)),
+        prep=_variant(arch, "prep", dims, PrepConfig(key_dim, value_dim)),
+        scan=_variant(arch, "scan", dims, ScanConfig(key_dim, value_dim)),
+        reverse_scan=_variant(arch, "reverse_scan", dims, ReverseScanConfig(key_dim, value_dim)),
+        local=_variant(
+            arch, "local", dims + ("_shares" if grouped else ""), LocalConfig(key_dim, value_dim, partial=grouped)
+        ),
+        group_sum=_variant(arch, "group_sum", f"k{key_dim}", GroupSumConfig(key_dim)) if grouped else None,
+    )
+
+
+def plan(problem: KdaProblem, arch: str) -> Plan | str:
+    """The kernels for a problem on an architecture, or the reason why there are none."""
+    if arch not in ARCHITECTURES:
+        return f"the KDA kernels are made for {', '.join(ARCHITECTURES)}, not {arch}"
+    if problem.op != "kda_bwd":
+        return f"{problem.op} has no kernels yet: the chunked torch path runs it"
+    if problem.dtype is not torch.bfloat16:
+        return f"the KDA kernels take bfloat16 inputs, not {problem.dtype}"
+    if problem.key_dim not in DIMS or problem.value_dim not in DIMS:
+        return f"the KDA kernels take K and V of 64 or 128, not K = {problem.key_dim}, V = {problem.value_dim}"
+    if not VERIFIED:
+        return "the kda_bwd kernels have not passed their tests on hardware yet"
+    return plan_for(
+        arch,
+        problem.key_dim,
+        problem.value_dim,
+        "int64" if problem.varlen else "",
+        problem.value_heads > problem.heads,
+    )
+
+
+def variants(arch: str) -> tuple[Variant, ...]:
+    """Every kernel that is built ahead of time for an architecture."""
+    if arch not in ARCHITECTURES:
+        return ()
+    found: dict[str, Variant] = {}
+    for key_dim in DIMS:
+        for value_dim in DIMS:
+            for offsets in ("", "int64"):
+                for grouped in (False, True):
+                    chosen = plan_for(arch, key_dim, value_dim, offsets, grouped)
+                    found.update((variant.name, variant) for variant in chosen.variants)
+    return tuple(found.values())

@@ -1,0 +1,1 @@
+"""Kernels of Kimi Delta Attention, one package a stage."""

@@ -1,0 +1,1 @@
+"""The chunk table of packed or equal sequences: config, layouts, roles, kernel."""

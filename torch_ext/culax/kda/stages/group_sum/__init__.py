@@ -1,0 +1,1 @@
+"""dq and dk of grouped heads from their value heads (B5): config, layouts, roles, kernel."""

@@ -1,0 +1,136 @@
+"""What the warps of the prep kernel do; one role, all warps alike.
+
+Equation numbers are those of kda/README.md. Warp w owns rows 16 I .. 16 I + 15 and key columns 64 c .. 64 c + 63 with
+I, c = divmod(w, K / 64), both when it works on columns (each lane two neighbouring ones) and in the products.
+"""
+
+from dataclasses import dataclass
+
+import cutlass
+import cutlass.cute as cute
+
+from culax.device import chunks, gates, warp_tiles
+from culax.device.sizes import BLOCK, CHUNK, VECTOR
+from culax.kda.stages.prep.config import PrepConfig
+from culax.kda.stages.prep.layouts import Smem
+
+
+@dataclass(frozen=True)
+class Gmem:
+    """Inputs [B, T, H or HV, D], the chunk table, and the tapes [NT, HV, 64, D] (decay [NT, HV, K] fp32)."""
+
+    q: cute.Tensor
+    k: cute.Tensor
+    v: cute.Tensor
+    g: cute.Tensor
+    beta: cute.Tensor
+    akk: cute.Tensor
+    table: cute.Tensor
+    minus_w: cute.Tensor
+    u: cute.Tensor
+    qg: cute.Tensor
+    kg: cute.Tensor
+    decay: cute.Tensor
+
+
+@cute.jit
+def prepare(
+    config: cutlass.Constexpr,
+    gmem: Gmem,
+    smem: Smem,
+    index: cutlass.Int32,
+    heads: tuple[cutlass.Int32, cutlass.Int32],
+    scale: cutlass.Float32,
+) -> None:
+    """One chunk of one value head: -W, U, s q 2^G, k 2^(G_last - G) and 2^G_last. `heads` are the value head and its
+    query head."""
+    chunk = chunks.read_chunk(gmem.table, index)
+    if chunk.rows > 0:
+        _prepare_valid(config, gmem, smem, index, chunk, heads, scale)
+
+
+@cute.jit
+def _prepare_valid(
+    config: cutlass.Constexpr,
+    gmem: Gmem,
+    smem: Smem,
+    index: cutlass.Int32,
+    chunk: chunks.Chunk,
+    heads: tuple[cutlass.Int32, cutlass.Int32],
+    scale: cutlass.Float32,
+) -> None:
+    warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+    value_head, head = heads
+    chunks.load_rows(chunks.chunk_rows(gmem.akk, chunk, value_head), smem.p, chunk.rows, config.threads)
+    chunks.load_rows(chunks.chunk_rows(gmem.v, chunk, value_head), smem.values, chunk.rows, config.threads)
+    cute.arch.cp_async_commit_group()
+    gates.load_beta(chunks.chunk_column(gmem.beta, chunk, value_head), smem.beta, chunk.rows)
+    gate = gates.cumulate(chunks.chunk_rows(gmem.g, chunk, value_head), smem.gate_sums, chunk.rows, config.key_dim)
+    cute.arch.cp_async_wait_group(0)
+    cute.arch.sync_threads()
+    _scale_rows(smem.values, smem.beta, config.threads)
+    before, last = gates.before_and_last(gate, smem.gate_sums, config.key_dim)
+    _write_columns(gmem, smem, (index, value_head), chunk, head, (gate, before, last), scale, config)
+    cute.arch.sync_threads()
+    block, group = warp // (config.key_dim // 64), warp % (config.key_dim // 64)
+    p = cute.local_tile(smem.p, (BLOCK, CHUNK), (block, 0))
+    w = warp_tiles.accumulator(BLOCK, 64)
+    warp_tiles.gemm(w, p, cute.local_tile(warp_tiles.transposed(smem.keys), (64, CHUNK), (group, 0)))
+    width = config.value_dim * 64 // config.key_dim
+    u = warp_tiles.accumulator(BLOCK, width)
+    warp_tiles.gemm(u, p, cute.local_tile(warp_tiles.transposed(smem.values), (width, CHUNK), (group, 0)))
+    # Every warp has read the operand tiles before any overwrites them with results.
+    cute.arch.sync_threads()
+    warp_tiles.store_fragment(w, cute.local_tile(smem.keys, (BLOCK, 64), (block, group)))
+    warp_tiles.store_fragment(u, cute.local_tile(smem.values, (BLOCK, width), (block, group)))
+    cute.arch.sync_threads()
+    chunks.store_rows(smem.keys, gmem.minus_w[index, value_head, None, None], CHUNK, config.threads)
+    chunks.store_rows(smem.values, gmem.u[index, value_head, None, None], CHUNK, config.threads)
+
+
+def _scale_rows(tile: cute.Tensor, beta: cute.Tensor, threads: int) -> None:
+    """F3's operand of U in place: row i times beta_i."""
+    tid = cute.arch.thread_idx()[0]
+    across = tile.shape[1] // VECTOR
+    for step in range(CHUNK * across // threads):
+        row, column = (tid + step * threads) // across, (tid + step * threads) % across
+        vector = cute.local_tile(tile, (1, VECTOR), (row, column))
+        vector.store((vector.load().to(cutlass.Float32) * beta[row]).to(cutlass.BFloat16))
+
+
+def _write_columns(
+    gmem: Gmem,
+    smem: Smem,
+    where: tuple[cutlass.Int32, cutlass.Int32],
+    chunk: chunks.Chunk,
+    head: cutlass.Int32,
+    gate: tuple[cute.Tensor, cute.Tensor, cute.Tensor],
+    scale: cutlass.Float32,
+    config: PrepConfig,
+) -> None:
+    """F3's elementwise part: -beta k 2^G to shared memory; s q 2^G, k 2^(G_last - G) and 2^G_last to global memory."""
+    inside, before, last = gate
+    block, pair = gates.column_owner(config.key_dim)
+    q, k = chunks.chunk_rows(gmem.q, chunk, head), chunks.chunk_rows(gmem.k, chunk, head)
+    qg, kg = (tape[where[0], where[1], None, None] for tape in (gmem.qg, gmem.kg))
+    for r in range(BLOCK):
+        row = block * BLOCK + r
+        q_pair, k_pair = gates.load_pair(q, row, pair, chunk.rows), gates.load_pair(k, row, pair, chunk.rows)
+        out_q, out_k, out_w = (cute.make_rmem_tensor((1, 2), cutlass.BFloat16) for _ in range(3))
+        for c in range(2):
+            total = before[c] + inside[r, c]
+            from_start = chunks.exp2(total)
+            out_w[0, c] = (-smem.beta[row] * k_pair[c] * from_start).to(cutlass.BFloat16)
+            out_q[0, c] = (scale * q_pair[c] * from_start).to(cutlass.BFloat16)
+            out_k[0, c] = (k_pair[c] * chunks.exp2(last[c] - total)).to(cutlass.BFloat16)
+        for source, target in ((out_w, smem.keys), (out_q, qg), (out_k, kg)):
+            cute.autovec_copy(source, cute.local_tile(target, (1, 2), (row, pair)))
+    decay = cute.local_tile(gmem.decay[where[0], where[1], None], (2,), (pair,))
+    _write_decay(decay, last, block == 0)
+
+
+@cute.jit
+def _write_decay(target: cute.Tensor, last: cute.Tensor, mine: cutlass.Boolean) -> None:
+    if mine:
+        for c in cutlass.range_constexpr(2):
+            target[c] = chunks.exp2(last[c])
