@@ -64,7 +64,7 @@ def test_the_mode_catches_a_hidden_copy_and_a_read():
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("layout", ["2d", "ragged"])
-@pytest.mark.parametrize("tokens, experts", [(300, 5), (0, 5), (1, 512), (7, 0)])
+@pytest.mark.parametrize("tokens, experts", [(300, 5), (0, 5), (1, 64), (7, 0)])
 def test_grouped_wgrad(dtype, layout, tokens, experts):
     with OneDevice():
         mat_a, mat_b = meta(24, tokens, dtype=dtype), meta(40, tokens, dtype=dtype).t()
@@ -98,7 +98,7 @@ def test_nvfp4(operand_layout, layout):
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("tokens, experts", [(300, 5), (0, 5), (1, 512), (7, 0)])
+@pytest.mark.parametrize("tokens, experts", [(300, 5), (0, 5), (1, 64), (7, 0)])
 def test_grouped_mm(dtype, tokens, experts):
     with OneDevice():
         out = reference.grouped_mm(meta(tokens, 24, dtype=dtype), meta(experts, 24, 40, dtype=dtype), offs_of(experts))
