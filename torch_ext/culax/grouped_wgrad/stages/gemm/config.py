@@ -32,7 +32,8 @@ class Config:
     accumulate: fp32 reduce-add into the output instead of a store.
     stages: operand pipeline depth. epi_n, epi_stages: columns of one epilogue chunk, chunks in flight a warpgroup.
     lag: WGMMA groups left in flight when a stage is released (0 or 1, the older stage then).
-    band: clusters along M that share a rasterisation band.
+    band: clusters along M that share a rasterisation band, a power of two.
+    stagger: k tiles the second consumer warpgroup starts behind the first (0: none).
     fault, poison: planted faults and NaN-filled stages. Only tests build these; plan.py never does.
     """
 
@@ -53,6 +54,7 @@ class Config:
     epi_stages: int = 2
     lag: int = 1
     band: int = 8
+    stagger: int = 0
     fault: str = ""
     poison: bool = False
 
@@ -65,6 +67,7 @@ class Config:
         assert self.warpgroup_m % STORE_ROWS == 0 and self.tile_n % self.epi_n == 0
         assert self.chunks % self.epi_stages == 0, "a chunk's buffer must be known when compiling"
         assert self.warpgroup_m * self.tile_n <= 64 * 256, "at most 128 accumulator registers a thread"
+        assert 0 <= 2 * self.stagger <= self.stages and self.band & (self.band - 1) == 0
         assert self.smem_bytes <= SMEM_LIMIT, self.smem_bytes
         assert self.registers <= REGISTER_FILE, self.registers
 
@@ -109,6 +112,15 @@ class Config:
     def empty_arrivals(self) -> int:
         """Arrivals that free a stage: one a consumer warp, from each CTA that shares a multicast with this one."""
         return CONSUMERS * (WARPGROUP // 32) * (self.cluster_m + self.cluster_n - 1)
+
+    @property
+    def stagger_from(self) -> int:
+        """k tiles from which a tile is staggered.
+
+        The first warpgroup may run `stages` k tiles ahead. From this length on it can't signal the next tile before
+        the second has met the signal of this one: k_tiles + stagger - 1 - stages >= 0.
+        """
+        return self.stages - self.stagger + 1
 
     @property
     def a_written(self) -> bool:

@@ -36,7 +36,7 @@ class Sources:
 
 
 @cute.jit
-def write(config: cutlass.Constexpr[Config], atom: cute.CopyAtom, tensor: cute.Tensor, ws: cute.Tensor, expert: Int32, slot: cutlass.Constexpr[int]):
+def write(atom: cute.CopyAtom, tensor: cute.Tensor, ws: cute.Tensor, expert: Int32, slot: cutlass.Constexpr[int]):
     """One warp: the atom's descriptor with this tensor's address, extents and strides.
 
     copy_tensormap copies the 64 bytes that hold the fields; the rest of a tiled descriptor is zero.
@@ -57,16 +57,18 @@ def write(config: cutlass.Constexpr[Config], atom: cute.CopyAtom, tensor: cute.T
 def operand(config: cutlass.Constexpr[Config], tensor: cute.Tensor, begin: Int32, end: Int32) -> cute.Tensor:
     """A or B (X, T) with tokens contiguous, as one group may read it.
 
-    2d: the whole tensor with its extent cut at the group's end, so that the 16-byte aligned base stays.
+    2d: the whole tensor with its extent cut at the group's end, so that the 16-byte aligned base stays. An extent of
+    zero would wrap; groups that end at token 0 are empty and never loaded.
     ragged: the group's own block. Its row stride must be a multiple of 16 bytes: other lengths are never read
     through the descriptor, so any legal stride will do for them.
     """
     rows = tensor.shape[0]
-    result = cute.make_tensor(tensor.iterator, cute.make_layout((rows, end), stride=tensor.stride))
+    result = cute.make_tensor(tensor.iterator, cute.make_layout((rows, cutlass.max(end, 1)), stride=tensor.stride))
     if cutlass.const_expr(config.ragged):
         pitch = Int64(cutlass.max((end - begin) // 8 * 8, 8))
         start = tensor.iterator + Int64(begin) * rows
-        result = cute.make_tensor(start.align(16), cute.make_layout((rows, cutlass.max(end - begin, 1)), stride=(pitch, 1)))
+        shape = (rows, cutlass.max(end - begin, 1))
+        result = cute.make_tensor(start.align(16), cute.make_layout(shape, stride=(pitch, 1)))
     return result
 
 
@@ -95,9 +97,9 @@ def write_descriptors(
     begin = cute.arch.warp_redux_sync(begin, "max")
     end = cute.arch.warp_redux_sync(end, "max")
     if cutlass.const_expr(config.a_written):
-        write(config, sources.tma_a, operand(config, sources.a, begin, end), ws, expert, 0)
+        write(sources.tma_a, operand(config, sources.a, begin, end), ws, expert, 0)
     if cutlass.const_expr(config.b_written):
-        write(config, sources.tma_b, operand(config, sources.b, begin, end), ws, expert, config.slot_b)
+        write(sources.tma_b, operand(config, sources.b, begin, end), ws, expert, config.slot_b)
     if cutlass.const_expr(config.discrete):
         address = pointers[0]
         for i in cutlass.range_constexpr(1, len(pointers)):
@@ -105,6 +107,6 @@ def write_descriptors(
                 address = pointers[i]
         base = cute.make_ptr(layouts.DTYPES[config.out_dtype], address, cute.AddressSpace.gmem, assumed_align=16)
         out = cute.make_tensor(base, cute.make_layout(shape, stride=(sources.c_stride, 1)))
-        write(config, sources.tma_c, out, ws, expert, config.slot_c)
+        write(sources.tma_c, out, ws, expert, config.slot_c)
     if cutlass.const_expr(config.fault != "no_release"):
         cpasync.fence_tma_desc_release()

@@ -68,7 +68,7 @@ def gemm(config: cutlass.Constexpr[Config], gmem: roles.Gmem, offs: cute.Tensor,
         if cutlass.const_expr(not config.discrete):
             cpasync.prefetch_descriptor(gmem.tma_c)
     if warp == facts.WARPGROUP // 32:
-        schedule.write_offsets(offs, space, smem.offs)
+        schedule.write_offsets(offs, space.tokens, smem.offs)
     ab = pipeline.PipelineTmaAsync.create(
         barrier_storage=memory.bars.data_ptr(),
         num_stages=config.stages,
@@ -105,8 +105,9 @@ class Args:
 def write_all(config: cutlass.Constexpr[Config], sources: Sources, args: Args, space: schedule.Space, shape, pointers):
     """Launch the descriptor writer, POINTERS experts at a time."""
     ws, stream = args.ws, args.stream
-    for first in cutlass.range(0, space.experts, POINTERS, unroll=1):
-        count = cutlass.min(space.experts - first, POINTERS)
+    experts = args.offs.shape[0]
+    for first in cutlass.range(0, experts, POINTERS, unroll=1):
+        count = cutlass.min(experts - first, POINTERS)
         chunk = (Int64(0),)
         if cutlass.const_expr(config.discrete):
             chunk = tuple(pointers[first + i] for i in range(POINTERS))
@@ -138,7 +139,7 @@ def launch(config: Config, args: Args, c: cute.Tensor, pointers: cute.Tensor | N
     gmem = roles.Gmem(tma_a, m_a, tma_b, m_b, tma_c, m_c, args.a, args.b, args.ws)
     size = config.cluster_size
     gemm(config, gmem, args.offs, space).launch(
-        grid=(size, cutlass.min(sms // size, schedule.total(space)), 1),
+        grid=(size, cutlass.min(sms // size, space.total), 1),
         block=(facts.THREADS, 1, 1),
         cluster=(size, 1, 1),
         min_blocks_per_mp=1,
@@ -156,12 +157,12 @@ def entry(config: Config):
     dtype, out = layouts.DTYPES[config.dtype], layouts.DTYPES[config.out_dtype]
 
     @cute.jit
-    def dense(mat_a: cute.Tensor, mat_b: cute.Tensor, offs: cute.Tensor, c: cute.Tensor, ws: cute.Tensor | None, sms: Int32, stream):
+    def dense(mat_a, mat_b, offs, c, ws, sms: Int32, stream):
         args = Args(mat_a, _modes(mat_b, (1, 0)), offs, ws, stream)
         launch(config, args, _modes(c, (1, 2, 0)), None, sms)
 
     @cute.jit
-    def discrete(mat_a: cute.Tensor, mat_b: cute.Tensor, offs: cute.Tensor, c: cute.Tensor, ws: cute.Tensor | None, sms: Int32, stream):
+    def discrete(mat_a, mat_b, offs, c, ws, sms: Int32, stream):
         b = _modes(mat_b, (1, 0))
         base = cute.recast_ptr(ws.iterator, dtype=out)
         like = cute.make_tensor(base, cute.make_layout((mat_a.shape[0], b.shape[0]), stride=(Int64(b.shape[0]), 1)))

@@ -6,7 +6,7 @@ import cutlass.utils.hopper_helpers as hopper
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
 from cutlass.utils import LayoutEnum
 
-from culax.grouped_wgrad.stages.gemm.config import CONSUMERS, STORE_ROWS, Config
+from culax.grouped_wgrad.stages.gemm.config import BYTES, CONSUMERS, STORE_ROWS, Config
 
 DTYPES = {"bfloat16": cutlass.BFloat16, "float16": cutlass.Float16, "float32": cutlass.Float32}
 BIG = 2**30
@@ -25,7 +25,9 @@ def operand(extent: int, major: str, config: Config) -> cute.ComposedLayout:
 
 def epilogue(config: Config) -> cute.ComposedLayout:
     """(64, epi_n, buffers of both warpgroups), rows contiguous along N."""
-    atom = warpgroup.make_smem_layout_atom(warpgroup.SmemLayoutAtomKind.K_SW128, DTYPES[config.out_dtype])
+    kinds = warpgroup.SmemLayoutAtomKind
+    kind = kinds.K_SW128 if config.epi_n * BYTES[config.out_dtype] % 128 == 0 else kinds.K_SW64
+    atom = warpgroup.make_smem_layout_atom(kind, DTYPES[config.out_dtype])
     return cute.tile_to_shape(atom, (STORE_ROWS, config.epi_n, CONSUMERS * config.epi_stages), order=(0, 1, 2))
 
 

@@ -13,6 +13,8 @@ from culax.grouped_wgrad.stages.gemm.config import CONSUMERS, STORE_ROWS, WARPGR
 from culax.grouped_wgrad.stages.gemm.descriptors import descriptor
 from culax.grouped_wgrad.stages.gemm.unaligned import fill_nan, load_unaligned
 
+Ring = pipeline.PipelineTmaAsync
+
 
 @dataclass(frozen=True)
 class Gmem:
@@ -48,7 +50,7 @@ def group_tiles(config: cutlass.Constexpr[Config], smem: Smem, expert: Int32):
     """(first token, tokens, k tiles) of an expert."""
     begin = smem.offs[expert]
     length = smem.offs[expert + 1] - begin
-    return begin, length, cute.ceil_div(length, config.tile_k)
+    return begin, length, (length + config.tile_k - 1) // config.tile_k
 
 
 def operand_view(config: Config, tensor: cute.Tensor, written: bool, begin: Int32, length: Int32) -> cute.Tensor:
@@ -59,11 +61,11 @@ def operand_view(config: Config, tensor: cute.Tensor, written: bool, begin: Int3
 
 
 @cute.jit
-def load(config: cutlass.Constexpr[Config], gmem: Gmem, smem: Smem, ab: pipeline.PipelineTmaAsync, space: schedule.Space):
+def load(config: cutlass.Constexpr[Config], gmem: Gmem, smem: Smem, ab: Ring, space: schedule.Space):
     """Producer warp: for each tile of this cluster, stream the group's A and B tiles through the ring."""
     state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, config.stages)
     index = cute.arch.block_idx()[1]
-    while index < schedule.total(space):
+    while index < space.total:
         expert, row, column = schedule.locate(config, space, index)
         begin, length, k_tiles = group_tiles(config, smem, expert)
         desc_a, desc_b = acquire_operands(config, gmem, expert)
@@ -93,8 +95,14 @@ def acquire_operands(config: cutlass.Constexpr[Config], gmem: Gmem, expert: Int3
     return desc_a, desc_b
 
 
+def partition(atom: cute.CopyAtom, rank: Int32, ctas: int, shared: cute.Tensor, tiles: cute.Tensor):
+    """One CTA's part of each tile that `ctas` CTAs load together: (shared (part, stages), global (part, tiles))."""
+    grouped = cute.group_modes(shared, 0, 2), cute.group_modes(tiles, 0, 2)
+    return cpasync.tma_partition(atom, rank, cute.make_layout(ctas), *grouped)
+
+
 @cute.jit
-def load_tile(config: cutlass.Constexpr[Config], gmem: Gmem, smem: Smem, ab: pipeline.PipelineTmaAsync, state, tile):
+def load_tile(config: cutlass.Constexpr[Config], gmem: Gmem, smem: Smem, ab: Ring, state, tile):
     """All k tiles of one output tile by TMA; returns the pipeline state."""
     row, column, begin, length, k_tiles, desc_a, desc_b = tile
     rank = cute.arch.make_warp_uniform(cute.arch.block_idx_in_cluster())
@@ -104,12 +112,8 @@ def load_tile(config: cutlass.Constexpr[Config], gmem: Gmem, smem: Smem, ab: pip
     g_b = operand_view(config, gmem.b, config.b_written, begin, length)
     g_a = cute.local_tile(g_a, (config.tile_m, config.tile_k), (row, None))
     g_b = cute.local_tile(g_b, (config.tile_n, config.tile_k), (column, None))
-    t_as, t_ag = cpasync.tma_partition(
-        gmem.tma_a, coord[1], cute.make_layout(config.cluster_n), cute.group_modes(smem.a, 0, 2), cute.group_modes(g_a, 0, 2)
-    )
-    t_bs, t_bg = cpasync.tma_partition(
-        gmem.tma_b, coord[0], cute.make_layout(config.cluster_m), cute.group_modes(smem.b, 0, 2), cute.group_modes(g_b, 0, 2)
-    )
+    t_as, t_ag = partition(gmem.tma_a, coord[1], config.cluster_n, smem.a, g_a)
+    t_bs, t_bg = partition(gmem.tma_b, coord[0], config.cluster_m, smem.b, g_b)
     mask_a = cute.make_layout_image_mask(ctas, coord, mode=1) if config.cluster_n > 1 else None
     mask_b = cute.make_layout_image_mask(ctas, coord, mode=0) if config.cluster_m > 1 else None
     for k in cutlass.range(k_tiles, unroll=1):
@@ -128,7 +132,7 @@ def load_tile(config: cutlass.Constexpr[Config], gmem: Gmem, smem: Smem, ab: pip
 
 
 @cute.jit
-def consume(config: cutlass.Constexpr[Config], gmem: Gmem, smem: Smem, ab: pipeline.PipelineTmaAsync, space: schedule.Space):
+def consume(config: cutlass.Constexpr[Config], gmem: Gmem, smem: Smem, ab: Ring, space: schedule.Space):
     """Consumer warpgroup: accumulate its rows of each tile, then send them out chunk by chunk."""
     warpgroup_index = cute.arch.make_warp_uniform(cute.arch.thread_idx()[0] // WARPGROUP) - 1
     mma = layouts.tiled_mma(config)
@@ -139,18 +143,17 @@ def consume(config: cutlass.Constexpr[Config], gmem: Gmem, smem: Smem, ab: pipel
     acc = cute.make_rmem_tensor(mma.partition_shape_C((config.warpgroup_m, config.tile_n)), cutlass.Float32)
     state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, config.stages)
     index = cute.arch.block_idx()[1]
-    while index < schedule.total(space):
+    while index < space.total:
         expert, row, column = schedule.locate(config, space, index)
         begin, length, k_tiles = group_tiles(config, smem, expert)
         desc_c = acquire_output(config, gmem, expert)
-        state = multiply(config, mma, (acc, r_a, r_b), ab, state, k_tiles)
-        if k_tiles == 0:
-            acc.fill(0.0)
-        if cutlass.const_expr(config.accumulate):
-            if k_tiles > 0:
-                store(config, mma, acc, gmem, smem, (warpgroup_index, expert, row, column, desc_c))
-        else:
+        if k_tiles > 0:
+            state = multiply(config, mma, (acc, r_a, r_b), ab, state, (warpgroup_index, k_tiles))
             store(config, mma, acc, gmem, smem, (warpgroup_index, expert, row, column, desc_c))
+        elif cutlass.const_expr(not config.accumulate):
+            zeros = cute.make_rmem_tensor(acc.shape, cutlass.Float32)
+            zeros.fill(0.0)
+            store(config, mma, zeros, gmem, smem, (warpgroup_index, expert, row, column, desc_c))
         index += cute.arch.grid_dim()[1]
     cute.arch.cp_async_bulk_wait_group(0)
 
@@ -167,12 +170,23 @@ def acquire_output(config: cutlass.Constexpr[Config], gmem: Gmem, expert: Int32)
 
 
 @cute.jit
-def multiply(config: cutlass.Constexpr[Config], mma: cute.TiledMma, operands, ab: pipeline.PipelineTmaAsync, state, k_tiles: Int32):
-    """acc = sum over k tiles; a stage is released once the WGMMA group that reads it has completed."""
+def multiply(config: cutlass.Constexpr[Config], mma: cute.TiledMma, operands, ab: Ring, state, work):
+    """acc = sum over k > 0 tiles; a stage is released once the WGMMA group that reads it has completed.
+
+    With stagger > 0 the second warpgroup starts a tile that many k tiles behind the first, so that one's epilogue
+    runs under the other's products.
+    """
     acc, r_a, r_b = operands
+    warpgroup_index, k_tiles = work
+    if cutlass.const_expr(config.stagger > 0):
+        if warpgroup_index == 1 and k_tiles >= config.stagger_from:
+            cute.arch.barrier(barrier_id=1 + CONSUMERS, number_of_threads=CONSUMERS * WARPGROUP)
     behind = state.clone()
     for k in cutlass.range(k_tiles, unroll=1):
         ab.consumer_wait(state)
+        if cutlass.const_expr(config.fault == "early_release"):
+            ab.consumer_release(state)
+            cute.arch.inline_ptx("nanosleep.u32 10000;")
         warpgroup.fence()
         atom = cute.make_mma_atom(mma.op)
         atom.set(warpgroup.Field.ACCUMULATE, k > 0)
@@ -180,24 +194,19 @@ def multiply(config: cutlass.Constexpr[Config], mma: cute.TiledMma, operands, ab
             cute.gemm(atom, acc, r_a[None, None, block, state.index], r_b[None, None, block, state.index], acc)
             atom.set(warpgroup.Field.ACCUMULATE, True)
         warpgroup.commit_group()
-        if cutlass.const_expr(config.fault == "early_release"):
-            ab.consumer_release(behind)
-            behind.advance()
-            warpgroup.wait_group(0)
-        elif cutlass.const_expr(config.lag == 0):
-            warpgroup.wait_group(0)
-            ab.consumer_release(behind)
-            behind.advance()
-        else:
-            warpgroup.wait_group(1)
-            if k > 0:
+        if cutlass.const_expr(config.stagger > 0):
+            if k == config.stagger - 1 and warpgroup_index == 0:
+                if k_tiles >= config.stagger_from:
+                    cute.arch.barrier_arrive(barrier_id=1 + CONSUMERS, number_of_threads=CONSUMERS * WARPGROUP)
+        warpgroup.wait_group(config.lag)
+        if cutlass.const_expr(config.fault != "early_release"):
+            if k >= config.lag:
                 ab.consumer_release(behind)
                 behind.advance()
         state.advance()
     warpgroup.wait_group(0)
     if cutlass.const_expr(config.lag == 1 and config.fault != "early_release"):
-        if k_tiles > 0:
-            ab.consumer_release(behind)
+        ab.consumer_release(behind)
     return state
 
 
@@ -222,9 +231,7 @@ def store(config: cutlass.Constexpr[Config], mma: cute.TiledMma, acc: cute.Tenso
     size = cute.size(r_out)
     m_c = gmem.c if config.discrete else gmem.c[None, None, expert]
     g_c = cute.local_tile(m_c, (STORE_ROWS, config.epi_n), (None, None))
-    t_cs, t_cg = cpasync.tma_partition(
-        gmem.tma_c, 0, cute.make_layout(1), cute.group_modes(smem.c, 0, 2), cute.group_modes(g_c, 0, 2)
-    )
+    t_cs, t_cg = partition(gmem.tma_c, 0, 1, smem.c, g_c)
     row_block = (row * CONSUMERS + warpgroup_index) * (config.warpgroup_m // STORE_ROWS)
     columns = config.tile_n // config.epi_n
     for chunk in cutlass.range_constexpr(config.chunks):

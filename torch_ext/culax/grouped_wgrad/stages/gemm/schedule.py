@@ -17,21 +17,27 @@ LANES = 32
 
 @dataclass(frozen=True)
 class Space:
-    """Work space in units of clusters. All Int32; `tokens` is T."""
+    """Work space in units of clusters; `tokens` is T. `edge` is the height of the last band, which may be partial."""
 
-    experts: Int32
     tokens: Int32
+    total: Int32
     clusters_m: Int32
-    clusters_n: Int32
+    per_expert: cute.FastDivmodDivisorV2
+    per_band: cute.FastDivmodDivisorV2
+    edge: cute.FastDivmodDivisorV2
 
 
 def make_space(config: Config, m: Int32, n: Int32, experts: Int32, tokens: Int32) -> Space:
     """Space of `experts` (m, n) outputs."""
+    clusters_m = cute.ceil_div(m, config.tile_m * config.cluster_m)
+    clusters_n = cute.ceil_div(n, config.tile_n * config.cluster_n)
     return Space(
-        experts,
         tokens,
-        cute.ceil_div(m, config.tile_m * config.cluster_m),
-        cute.ceil_div(n, config.tile_n * config.cluster_n),
+        experts * clusters_m * clusters_n,
+        clusters_m,
+        cute.fast_divmod_create_divisor_v2(clusters_m * clusters_n),
+        cute.fast_divmod_create_divisor_v2(clusters_n * config.band),
+        cute.fast_divmod_create_divisor_v2((clusters_m - 1) % config.band + 1),
     )
 
 
@@ -42,15 +48,16 @@ def clamped(offs: cute.Tensor, index: Int32, tokens: Int32) -> Int32:
 
 
 @cute.jit
-def write_offsets(offs: cute.Tensor, space: Space, s_offs: cute.Tensor):
+def write_offsets(offs: cute.Tensor, tokens: Int32, s_offs: cute.Tensor):
     """One warp: s_offs[e + 1] = max(s_offs[e], min(offs[e], T)), s_offs[0] = 0, as a running maximum."""
     lane = cute.arch.lane_idx()
-    per_lane = cute.ceil_div(space.experts, LANES)
+    experts = offs.shape[0]
+    per_lane = cute.ceil_div(experts, LANES)
     first = lane * per_lane
-    last = cutlass.min(first + per_lane, space.experts)
+    last = cutlass.min(first + per_lane, experts)
     top = Int32(0)
     for e in cutlass.range(first, last, unroll=1):
-        top = cutlass.max(top, clamped(offs, e, space.tokens))
+        top = cutlass.max(top, clamped(offs, e, tokens))
     for step in cutlass.range_constexpr(5):
         below = cute.arch.shuffle_sync_up(top, 1 << step, mask_and_clamp=0)
         if lane >= (1 << step):
@@ -60,29 +67,20 @@ def write_offsets(offs: cute.Tensor, space: Space, s_offs: cute.Tensor):
         running = Int32(0)
         s_offs[0] = Int32(0)
     for e in cutlass.range(first, last, unroll=1):
-        running = cutlass.max(running, clamped(offs, e, space.tokens))
+        running = cutlass.max(running, clamped(offs, e, tokens))
         s_offs[e + 1] = running
 
 
 @cute.jit
 def locate(config: cutlass.Constexpr[Config], space: Space, index: Int32):
     """Cluster index -> (expert, tile row, tile column) of this CTA."""
-    per_expert = space.clusters_m * space.clusters_n
-    expert = index // per_expert
-    rest = index - expert * per_expert
-    band = rest // (config.band * space.clusters_n)
+    expert, rest = divmod(index, space.per_expert)
+    band, rest = divmod(rest, space.per_band)
     first = band * config.band
-    height = cutlass.min(space.clusters_m - first, config.band)
-    rest -= first * space.clusters_n
-    column = rest // height
-    row = first + rest - column * height
+    column, row = divmod(rest, space.edge)
+    if first + config.band <= space.clusters_m:
+        column = rest // config.band
+        row = rest - column * config.band
     rank = cute.arch.make_warp_uniform(cute.arch.block_idx_in_cluster())
-    rank_n = rank // config.cluster_m
-    rank_m = rank - rank_n * config.cluster_m
-    return expert, row * config.cluster_m + rank_m, column * config.cluster_n + rank_n
-
-
-@cute.jit
-def total(space: Space) -> Int32:
-    """Clusters of work in all."""
-    return space.experts * space.clusters_m * space.clusters_n
+    row = (first + row) * config.cluster_m + rank % config.cluster_m
+    return expert, row, column * config.cluster_n + rank // config.cluster_m

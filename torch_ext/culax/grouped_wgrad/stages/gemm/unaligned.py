@@ -9,23 +9,25 @@ from culax.grouped_wgrad.stages.gemm.config import Config
 
 
 @cute.jit
-def fill(tensor: cute.Tensor, source: cute.Tensor, first: Int32, start: Int32, length: Int32, base: Int64):
-    """One warp: tensor (X, tile_k) in shared memory from rows `first`.. and tokens `start`.. of one group's block.
+def fill(tensor: cute.Tensor, source: cute.Tensor, first: Int32, part):
+    """One warp: tensor (X, tile_k) in shared memory from rows `first`.. of one group's block, at its tokens `start`..
 
-    source (X, T) only lends pointer and rows; element (x, t) of the group is at base + x * length + t. Rows past X and
-    tokens past the group's end become zeros.
+    source (X, T) only lends pointer and rows: element (x, t) of a group that begins at token b and has k is at
+    b * X + x * k + t. Rows past X and tokens past k become zeros.
     """
+    begin, length, start = part
     rows = source.shape[0]
+    base = Int64(begin) * rows
     count: cutlass.Constexpr = cute.size(tensor)
     width: cutlass.Constexpr = cute.size(tensor, mode=[1])
-    flat = cute.make_tensor(source.iterator, cute.make_layout(2**31 - 1))
     for i in cutlass.range(cute.arch.lane_idx(), count, 32, unroll=1):
         x = i // width
         t = i - x * width
         value = tensor.element_type(0)
         if first + x < rows:
             if start + t < length:
-                value = cute.make_tensor(flat.iterator + base + Int64(first + x) * length + start + t, cute.make_layout(1))[0]
+                element = source.iterator + base + Int64(first + x) * length + start + t
+                value = cute.make_tensor(element, cute.make_layout(1))[0]
         tensor[x, t] = value
 
 
@@ -35,10 +37,9 @@ def load_unaligned(config: cutlass.Constexpr[Config], gmem, smem, ab: pipeline.P
     row, column, begin, length, k_tiles = tile
     for k in cutlass.range(k_tiles, unroll=1):
         ab.sync_object_empty.wait(state.index, state.phase)
-        start = k * config.tile_k
-        rows_a, rows_b = gmem.a_plain.shape[0], gmem.b_plain.shape[0]
-        fill(smem.a[None, None, state.index], gmem.a_plain, row * config.tile_m, start, length, Int64(begin) * rows_a)
-        fill(smem.b[None, None, state.index], gmem.b_plain, column * config.tile_n, start, length, Int64(begin) * rows_b)
+        part = begin, length, k * config.tile_k
+        fill(smem.a[None, None, state.index], gmem.a_plain, row * config.tile_m, part)
+        fill(smem.b[None, None, state.index], gmem.b_plain, column * config.tile_n, part)
         cute.arch.fence_proxy("async.shared", space="cta")
         cute.arch.sync_warp()
         with cute.arch.elect_one():

@@ -1,0 +1,91 @@
+"""Host arithmetic of the kernel's configuration: memory, registers, arrivals, and what it refuses to be."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from culax.grouped_wgrad import plan
+from culax.grouped_wgrad.stages.gemm.config import REGISTER_FILE, SMEM_LIMIT, Config
+
+VARIANTS = plan.variants("sm_90a") + plan.fault_variants("sm_90a")
+
+
+@pytest.mark.parametrize("variant", VARIANTS, ids=lambda variant: variant.name)
+def test_every_variant_fits_the_multiprocessor(variant) -> None:
+    config = variant.config
+    assert config.smem_bytes <= SMEM_LIMIT
+    assert config.registers <= REGISTER_FILE
+    # 64 fp32 accumulators for 64 rows of 128 columns a warpgroup of 128 threads.
+    assert config.warpgroup_m * config.tile_n // 128 <= 128
+
+
+def test_default_tile_in_numbers() -> None:
+    config = Config(tile_m=128, tile_n=256, tile_k=64, stages=4, epi_n=64, epi_stages=2, cluster_m=2, cluster_n=1)
+    assert config.stage_bytes == (128 + 256) * 64 * 2
+    assert config.epilogue_bytes == 2 * 2 * 64 * 64 * 2
+    # 4 stages, the epilogue, 513 offsets rounded up to 2,176 bytes, 8 barriers rounded up to 128.
+    assert config.smem_bytes == 4 * 49_152 + 32_768 + 2_176 + 128
+    assert config.registers == 128 * (40 + 2 * 232)
+    assert config.chunks == 4
+
+
+@pytest.mark.parametrize(
+    ("cluster", "arrivals"), [((1, 1), 8), ((2, 1), 16), ((1, 2), 16)], ids=["one_cta", "pair_along_m", "pair_along_n"]
+)
+def test_a_stage_is_freed_by_every_consumer_warp_that_reads_it(cluster: tuple[int, int], arrivals: int) -> None:
+    assert Config(cluster_m=cluster[0], cluster_n=cluster[1]).empty_arrivals == arrivals
+
+
+@pytest.mark.parametrize(
+    ("kind", "slots"),
+    [
+        ({}, (0, 0, 0)),
+        ({"discrete": True}, (1, 0, 0)),
+        ({"a_major": "k"}, (1, 1, 1)),
+        ({"b_major": "k", "discrete": True}, (2, 0, 1)),
+        ({"a_major": "k", "b_major": "k", "discrete": True}, (3, 1, 2)),
+    ],
+    ids=["dense", "list", "a_k_major", "b_k_major_list", "k_major_list"],
+)
+def test_descriptor_slots_are_distinct(kind: dict, slots: tuple[int, int, int]) -> None:
+    config = Config(**kind)
+    assert (config.slots, config.slot_b, config.slot_c) == slots
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"stages": 5},
+        {"tile_m": 256, "tile_n": 256},
+        {"ragged": True, "cluster_m": 1},
+        {"ragged": True, "a_major": "k", "b_major": "k"},
+        {"accumulate": True},
+        {"epi_stages": 3},
+        {"stagger": 3},
+        {"band": 6},
+        {"dtype": "float32"},
+    ],
+    ids=lambda changes: "-".join(f"{key}_{value}" for key, value in changes.items()),
+)
+def test_what_cannot_be_built_is_refused(changes: dict) -> None:
+    with pytest.raises(AssertionError):
+        Config(**changes)
+
+
+@pytest.mark.parametrize(("stages", "stagger"), [(2, 1), (3, 1), (4, 1), (4, 2), (6, 3)])
+def test_staggered_tiles_cannot_signal_twice(stages: int, stagger: int) -> None:
+    """The first warpgroup's signal of the next tile needs a stage that the second has released in this tile."""
+    from_tiles = Config(tile_n=64, stages=stages, stagger=stagger, epi_n=32).stagger_from
+    assert from_tiles > stagger  # the signal is given inside the tile
+    for k_tiles in range(from_tiles, from_tiles + 8):
+        next_signal = k_tiles + stagger - 1
+        assert next_signal - stages >= 0
+    assert from_tiles - 1 + stagger - 1 - stages < 0  # the bound is tight
+
+
+def test_config_is_hashable_and_shows_every_field() -> None:
+    text = repr(Config())
+    assert hash(Config()) == hash(Config())
+    assert all(f"{field.name}=" in text for field in dataclasses.fields(Config))

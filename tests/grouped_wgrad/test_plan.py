@@ -1,0 +1,103 @@
+"""The choice of a variant: what is taken, what is refused and with which reason, and the list of what is built."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+
+from culax.grouped_wgrad import plan
+from culax.grouped_wgrad.problem import WgradProblem
+
+M, N, T, E = 256, 512, 1024, 4
+PROBLEM = WgradProblem(
+    m=M,
+    n=N,
+    tokens=T,
+    experts=E,
+    a_dtype=torch.bfloat16,
+    b_dtype=torch.bfloat16,
+    out_dtype=torch.bfloat16,
+    a_strides=(1, M),
+    b_strides=(N, 1),
+    operand_layout="2d",
+    scale_layout="",
+    block=0,
+    discrete=False,
+    accumulate=False,
+    device_type="cuda",
+)
+
+
+def changed(**changes: object) -> WgradProblem:
+    return dataclasses.replace(PROBLEM, **changes)
+
+
+TAKEN = {
+    "token_major": {},
+    "padded_rows": {"a_strides": (1, M + 8)},
+    "k_major": {"a_strides": (T, 1), "b_strides": (1, T)},
+    "mixed_majors": {"b_strides": (1, T)},
+    "one_token": {"tokens": 1, "a_strides": (1, 1), "b_strides": (1, 1)},
+    "ragged": {"operand_layout": "ragged", "a_strides": (T, 1), "b_strides": (1, T)},
+    "ragged_odd_tokens": {"operand_layout": "ragged", "tokens": 1001, "a_strides": (1001, 1), "b_strides": (1, 1001)},
+    "fp16": {"a_dtype": torch.float16, "b_dtype": torch.float16, "out_dtype": torch.float16},
+    "fp16_to_bf16": {"a_dtype": torch.float16, "b_dtype": torch.float16},
+    "fp32_list_accumulated": {"out_dtype": torch.float32, "discrete": True, "accumulate": True},
+    "no_tokens": {"tokens": 0, "a_strides": (1, M)},
+    "no_experts": {"experts": 0},
+}
+
+
+@pytest.mark.parametrize("changes", TAKEN.values(), ids=TAKEN.keys())
+def test_taken_problems_get_a_variant_that_is_built(changes: dict) -> None:
+    chosen = plan.plan(changed(**changes), "sm_90a")
+    assert isinstance(chosen, plan.Plan)
+    assert chosen.variant in plan.variants("sm_90a")
+    config = chosen.variant.config
+    assert config.fault == "" and not config.poison
+    assert (config.discrete, config.accumulate) == (changes.get("discrete", False), changes.get("accumulate", False))
+    assert config.ragged == (changes.get("operand_layout") == "ragged")
+
+
+REFUSED = {
+    "other_arch": ("sm_100a", {}, "sm_100a"),
+    "scaled": ("sm_90a", {"block": 32}, "block-scaled"),
+    "fp32_operands": ("sm_90a", {"a_dtype": torch.float32, "b_dtype": torch.float32}, "float32 operands"),
+    "odd_m": ("sm_90a", {"m": 252}, "M = 252"),
+    "odd_n": ("sm_90a", {"n": 4}, "N = 4"),
+    "too_many_experts": ("sm_90a", {"experts": 513}, "513 experts"),
+    "too_many_tokens": ("sm_90a", {"tokens": 2**30}, "tokens"),
+    "unaligned_pitch": ("sm_90a", {"a_strides": (1, M + 4)}, "`mat_a` has strides"),
+    "unaligned_k_major": ("sm_90a", {"b_strides": (1, 1001)}, "`mat_b` has strides"),
+    "no_unit_stride": ("sm_90a", {"a_strides": (2, 2 * M)}, "`mat_a` has strides"),
+    "expanded": ("sm_90a", {"a_strides": (1, 0)}, "`mat_a` has strides"),
+    "too_many_tiles": ("sm_90a", {"m": 2**22, "n": 2**22, "experts": 4, "a_strides": (1, 2**22)}, "more tiles"),
+}
+
+
+@pytest.mark.parametrize(("arch", "changes", "words"), REFUSED.values(), ids=REFUSED.keys())
+def test_refused_problems_get_a_reason(arch: str, changes: dict, words: str) -> None:
+    reason = plan.plan(changed(**changes), arch)
+    assert isinstance(reason, str) and words in reason
+
+
+def test_majors_are_told_apart() -> None:
+    def majors(**changes: object) -> tuple[str, str]:
+        config = plan.plan(changed(**changes), "sm_90a").variant.config
+        return config.a_major, config.b_major
+
+    assert majors() == ("mn", "mn")
+    assert majors(a_strides=(T, 1)) == ("k", "mn")
+    assert majors(b_strides=(1, T)) == ("mn", "k")
+
+
+def test_variants_are_complete_and_named_apart() -> None:
+    built = plan.variants("sm_90a")
+    names = [variant.name for variant in built + plan.fault_variants("sm_90a")]
+    assert len(set(names)) == len(names)
+    # 2 operand dtypes x (3 outputs + fp32 accumulation) x 5 operand layouts x dense or list
+    assert len(built) == 2 * 4 * 5 * 2
+    assert all(not variant.config.fault and not variant.config.poison for variant in built)
+    assert plan.variants("sm_100a") == () and plan.fault_variants("sm_100a") == ()

@@ -1,0 +1,100 @@
+"""Runs a plan: turns torch tensors into kernel arguments and launches on torch's current stream."""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+from torch import Tensor
+
+from culax.grouped_wgrad.plan import Plan
+from culax.reference.block_scaled import Scales
+from culax.runtime import load
+
+POINTERS = 64
+"""The kernel reads output addresses in chunks of this many (stages.gemm.descriptors.POINTERS)."""
+
+
+@functools.lru_cache(maxsize=4096)
+def _kernel(plan: Plan) -> load.Kernel:
+    return load.get(plan.variant)
+
+
+@functools.cache
+def _multiprocessors(index: int) -> int:
+    return torch.cuda.get_device_properties(index).multi_processor_count
+
+
+def run(
+    plan: Plan, outs: Tensor | list[Tensor], mat_a: Tensor, mat_b: Tensor, offs: Tensor, scales: Scales | None = None
+) -> None:
+    """Fill outs (E, M, N), or E tensors (M, N), as plan.problem says. No host synchronisation; legal in a capture.
+
+    Outputs that TMA cannot address (rows not dense, or not 16-byte aligned) go through a dense copy.
+    """
+    assert scales is None, "plan() refuses block-scaled operands"
+    problem = plan.problem
+    if problem.experts == 0 or problem.m == 0 or problem.n == 0:
+        return
+    if problem.tokens == 0:
+        if not problem.accumulate:
+            for out in outs:
+                out.zero_()
+        return
+    with torch.cuda.device(mat_a.device):
+        _run(plan, outs, mat_a, mat_b, offs)
+
+
+def _run(plan: Plan, outs: Tensor | list[Tensor], mat_a: Tensor, mat_b: Tensor, offs: Tensor) -> None:
+    problem, config = plan.problem, plan.variant.config
+    mat_a, mat_b = _operand(mat_a, config.a_major), _operand(mat_b.t(), config.b_major).t()
+    if offs.dtype is not torch.int32:
+        offs = offs.clamp(0, problem.tokens).to(torch.int32)
+    workspace = None
+    if config.slots:
+        workspace = torch.empty((problem.experts, config.slots, 16), dtype=torch.int64, device=mat_a.device)
+    written = [outs] if isinstance(outs, Tensor) else outs
+    dense = [out if _addressable(out) else out.contiguous().clone() for out in written]
+    target = _addresses(dense) if problem.discrete else dense[0]
+    sms = _multiprocessors(mat_a.device.index)
+    _kernel(plan)(mat_a, mat_b, offs.contiguous(), target, workspace, sms)
+    for out, copy in zip(written, dense):
+        if out is not copy:
+            out.copy_(copy)
+
+
+def _operand(matrix: Tensor, major: str) -> Tensor:
+    """An operand seen as (X, T), 16-byte aligned, with a stride TMA can take where T is 1."""
+    if matrix.data_ptr() % 16:
+        matrix = matrix.clone()
+    if matrix.shape[1] == 1 and major == "mn":
+        matrix = matrix.as_strided(matrix.shape, (1, matrix.shape[0]))
+    return matrix
+
+
+def _addressable(out: Tensor) -> bool:
+    """Rows dense, every other stride and the address a multiple of 16 bytes."""
+    *outer, inner = out.stride()
+    step = 16 // out.element_size()
+    return inner == 1 and out.data_ptr() % 16 == 0 and all(stride > 0 and stride % step == 0 for stride in outer)
+
+
+def _addresses(outs: list[Tensor]) -> Tensor:
+    """The outputs' addresses in host memory, padded to whole chunks of kernel parameters."""
+    addresses = [out.data_ptr() for out in outs]
+    return torch.tensor(addresses + [0] * (-len(outs) % POINTERS), dtype=torch.int64)
+
+
+def warm(plan: Plan, device: torch.device) -> None:
+    """Load the plan's kernel onto the devices by one call on tensors of its own, outside a capture."""
+    config = plan.variant.config
+    dtype, out_dtype = plan.problem.a_dtype, plan.problem.out_dtype
+    with torch.cuda.device(device):
+        a = torch.zeros((8, 8), dtype=dtype, device=device)
+        out = torch.zeros((1, 8, 8), dtype=out_dtype, device=device)
+        offs = torch.zeros(1, dtype=torch.int32, device=device)
+        workspace = torch.empty((1, config.slots, 16), dtype=torch.int64, device=device) if config.slots else None
+        target = _addresses([out[0]]) if config.discrete else out
+        sms = _multiprocessors(a.device.index)
+        mat_a, mat_b = a if config.a_major == "k" else a.t(), a if config.b_major == "mn" else a.t()
+        _kernel(plan)(mat_a, mat_b, offs, target, workspace, sms)

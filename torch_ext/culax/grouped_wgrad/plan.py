@@ -1,0 +1,121 @@
+"""From a problem to the kernel variant that runs it, or the reason why none does."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from culax.grouped_wgrad.problem import WgradProblem
+from culax.grouped_wgrad.stages.gemm.config import MAX_EXPERTS, MAX_TOKENS, Config
+from culax.runtime.variants import Variant
+
+ARCH = "sm_90a"
+ENTRY = "culax.grouped_wgrad.stages.gemm.kernel:entry"
+OPERANDS = {torch.bfloat16: "bfloat16", torch.float16: "float16"}
+OUTPUTS = {**OPERANDS, torch.float32: "float32"}
+SHORT = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
+MAX_CLUSTERS = 2**31 - 2**16
+"""Work indices are int32, and one grid's step past the end must not wrap."""
+
+
+@dataclass(frozen=True, eq=False)
+class Plan:
+    """A problem and the variant that runs it; compared by identity, as dispatch keeps one a call signature."""
+
+    problem: WgradProblem
+    variant: Variant
+
+
+def plan(problem: WgradProblem, arch: str) -> Plan | str:
+    """The plan of a CUDA problem on `arch`, or a sentence that says why the kernel cannot take it."""
+    if arch != ARCH:
+        return f"the grouped weight-gradient kernel is built for {ARCH}, not {arch}"
+    if problem.block:
+        return "block-scaled operands are dequantised on the torch path"
+    if problem.a_dtype not in OPERANDS or problem.b_dtype != problem.a_dtype or problem.out_dtype not in OUTPUTS:
+        return f"{problem.a_dtype} operands with a {problem.out_dtype} output have no kernel: it takes bf16 and fp16"
+    if problem.m % 8 or problem.n % 8:
+        return f"M = {problem.m} and N = {problem.n} must be multiples of 8 for 16-byte aligned rows"
+    if problem.experts > MAX_EXPERTS:
+        return f"{problem.experts} experts: the kernel keeps the offsets of at most {MAX_EXPERTS} in shared memory"
+    if problem.tokens >= MAX_TOKENS:
+        return f"{problem.tokens} tokens: the kernel counts fewer than {MAX_TOKENS}"
+    ragged = problem.operand_layout == "ragged"
+    strides_seen = (problem.a_strides, problem.b_strides[::-1])
+    majors = tuple("k" if ragged else _major(strides, problem.tokens) for strides in strides_seen)
+    for name, major, strides in zip(("mat_a", "mat_b"), majors, (problem.a_strides, problem.b_strides)):
+        if not major:
+            return f"`{name}` has strides {strides}: TMA needs one of 1 and the other a positive multiple of 8"
+    if problem.experts * -(-problem.m // 64) * -(-problem.n // 64) > MAX_CLUSTERS:
+        return f"{problem.experts} outputs of {problem.m} x {problem.n} have more tiles than the kernel counts"
+    dtype, out_dtype = OPERANDS[problem.a_dtype], OUTPUTS[problem.out_dtype]
+    return Plan(problem, variant(_config(dtype, out_dtype, (*majors, ragged), problem.discrete, problem.accumulate)))
+
+
+def _major(strides: tuple[int, ...], tokens: int) -> str:
+    """Contiguous dimension of an operand seen as (X, T): "mn", "k", or "" where TMA cannot read it."""
+    x, t = strides
+    if x == 1 and (tokens <= 1 or (t >= 8 and t % 8 == 0)):
+        return "mn"
+    return "k" if t == 1 and x >= 8 and x % 8 == 0 else ""
+
+
+def _config(
+    dtype: str, out_dtype: str, operands: tuple[str, str, bool], discrete: bool, accumulate: bool, **changes: object
+) -> Config:
+    """The one configuration of a kind of problem; the README logs the measurements behind the numbers."""
+    a_major, b_major, ragged = operands
+    tiles: dict = {"epi_n": 32, "epi_stages": 2} if out_dtype == "float32" else {"epi_n": 64, "epi_stages": 2}
+    if ragged:
+        tiles["cluster_m"] = 1
+    kind = {"a_major": a_major, "b_major": b_major, "ragged": ragged, "discrete": discrete, "accumulate": accumulate}
+    return Config(**{"dtype": dtype, "out_dtype": out_dtype, **kind, **tiles, **changes})
+
+
+def variant(config: Config) -> Variant:
+    """The variant of a configuration; its name says what a user would ask."""
+    layout = "ragged" if config.ragged else f"{config.a_major}_{config.b_major}"
+    parts = ["wgrad", SHORT[config.dtype], SHORT[config.out_dtype], layout]
+    parts += [word for word, on in (("list", config.discrete), ("add", config.accumulate)) if on]
+    parts += [word for word in (config.fault, "poison" if config.poison else "") if word]
+    return Variant("grouped_wgrad", ARCH, "_".join([*parts, "sm90"]), ENTRY, config)
+
+
+LAYOUTS = (("mn", "mn", False), ("k", "k", False), ("mn", "k", False), ("k", "mn", False), ("k", "k", True))
+
+
+def variants(arch: str) -> tuple[Variant, ...]:
+    """Every variant that plan() can choose on `arch`."""
+    if arch != ARCH:
+        return ()
+    return tuple(
+        variant(_config(dtype, out_dtype, layout, discrete, accumulate))
+        for dtype in OPERANDS.values()
+        for out_dtype in OUTPUTS.values()
+        for accumulate in ((False, True) if out_dtype == "float32" else (False,))
+        for layout in LAYOUTS
+        for discrete in (False, True)
+    )
+
+
+def fault_variants(arch: str) -> tuple[Variant, ...]:
+    """Builds with a planted fault or with poisoned stages, which tests ask for by name; plan() never returns them."""
+    if arch != ARCH:
+        return ()
+    plain, ragged = LAYOUTS[0], LAYOUTS[-1]
+    add = {"out_dtype": "float32", "accumulate": True}
+    store = {"out_dtype": "bfloat16", "accumulate": False}
+    found = []
+    for kind in (store, add):
+        for layout in (plain, ragged):
+            found.append(_fault(layout, kind, True, fault="no_acquire"))
+        found.append(_fault(ragged, kind, False, fault="no_acquire_load"))
+    for layout in LAYOUTS[:2]:
+        found.append(_fault(layout, store, False, poison=True))
+    found.append(_fault(plain, store, False, poison=True, fault="early_release"))
+    return tuple(found)
+
+
+def _fault(layout: tuple[str, str, bool], kind: dict, discrete: bool, **changes: object) -> Variant:
+    return variant(_config("bfloat16", kind["out_dtype"], layout, discrete, kind["accumulate"], **changes))
