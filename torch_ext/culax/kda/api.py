@@ -23,7 +23,7 @@ def forward(
     cu_seqlens: Tensor | None,
     scale: float,
     output_final_state: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, ...]:
     """kda_fwd on real tensors: (o, final_state, Aqk, Akk)."""
     arguments = (q, k, v, g, beta, initial_state, cu_seqlens, scale, output_final_state)
     _, choice = dispatch.prepare("kda_fwd", checks.signature(arguments), checks.build, arguments, q.device)
@@ -32,7 +32,7 @@ def forward(
         from . import launch
 
         return launch.run(choice.plan, arguments)
-    return kda_chunked.forward(*arguments)
+    return _contiguous(kda_chunked.forward(*arguments))
 
 
 def backward(
@@ -48,7 +48,7 @@ def backward(
     initial_state: Tensor | None,
     cu_seqlens: Tensor | None,
     scale: float,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, ...]:
     """kda_bwd on real tensors: (dq, dk, dv, dg, dbeta, dinitial_state)."""
     arguments = (do, dht, q, k, v, g, beta, Aqk, Akk, initial_state, cu_seqlens, scale)
     _, choice = dispatch.prepare("kda_bwd", checks.signature(arguments), checks.build, arguments, q.device)
@@ -57,7 +57,7 @@ def backward(
         from . import launch
 
         return launch.run(choice.plan, arguments)
-    return kda_chunked.backward(*arguments)
+    return _contiguous(kda_chunked.backward(*arguments))
 
 
 def double_backward(
@@ -89,6 +89,11 @@ def double_backward(
     with _autograd_inside_op():
         found = kda_double.double_backward(*arguments)
     return tuple(q.new_empty(0) if gradient is None else gradient.detach().contiguous() for gradient in found)
+
+
+def _contiguous(outputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    """Outputs in the strides that the fakes promise; the reference lets some follow an input's."""
+    return tuple(output.contiguous() for output in outputs)
 
 
 def _keys_of_autograd() -> torch._C.DispatchKeySet:
