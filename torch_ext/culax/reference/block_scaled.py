@@ -124,9 +124,9 @@ def ragged_to_2d(values: Tensor, owners: Tokens) -> Tensor:
     if flat.numel() == 0:
         return values
     token = torch.arange(tokens, device=values.device)
-    first = (rows * owners.start + token - owners.start).masked_fill(~owners.live, 0)
-    stride = owners.count.masked_fill(~owners.live, 0)
-    parts = [flat[first + row[:, None] * stride] for row in _row_slices(rows, tokens, values.device)]
+    # In bounds for tokens past the last expert too: (rows - 1) * end + token < rows * T.
+    first = rows * owners.start + token - owners.start
+    parts = [flat[first + row[:, None] * owners.count] for row in _row_slices(rows, tokens, values.device)]
     return torch.cat(parts).masked_fill(~owners.live, 0)
 
 
