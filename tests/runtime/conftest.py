@@ -11,6 +11,7 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+
 from culax.runtime import build
 from culax.runtime.variants import Variant
 

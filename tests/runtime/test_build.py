@@ -8,8 +8,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from culax.runtime import build, library, manifest, sources
 
+from culax.runtime import build, library, manifest, sources
 from tests.runtime.conftest import ARCH, HERE, Built
 
 

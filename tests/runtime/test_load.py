@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from culax.runtime import build, library, load, manifest, sources
 
+from culax.runtime import build, library, load, manifest, sources
 from tests.fakecuda import fake_cuda
 from tests.runtime.conftest import ARCH, HERE, Built
 

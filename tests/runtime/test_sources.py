@@ -4,6 +4,7 @@ import dataclasses
 from pathlib import Path
 
 import pytest
+
 from culax.runtime import sources
 
 STAGE = "stages/scale/kernel.py"

@@ -4,6 +4,7 @@ import sys
 from types import ModuleType
 
 import pytest
+
 from culax.runtime.arch import ARCHS
 from culax.runtime.variants import Variant, enumerate_variants
 

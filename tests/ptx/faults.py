@@ -1,0 +1,82 @@
+"""Faults planted into PTX text, one instruction at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from tests.ptx import descriptors, rings
+from tests.ptx.text import Instruction, Kernel, kernels
+
+
+@dataclass(frozen=True)
+class Fault:
+    """A change to one place: kind, line, and the text with it."""
+
+    kind: str
+    line: int
+    source: str
+
+    @property
+    def name(self) -> str:
+        return f"{self.kind}-{self.line}"
+
+
+def _edit(source: str, line: int, new: str) -> str:
+    lines = source.split("\n")
+    lines[line - 1] = new
+    return "\n".join(lines)
+
+
+def _line(source: str, line: int) -> str:
+    return source.split("\n")[line - 1]
+
+
+def _swap(source: str, kernel: Kernel, wait: Instruction) -> Fault | None:
+    """Move a wgmma wait behind the next arrival in the text."""
+    for other in kernel.instructions[wait.index + 1 :]:
+        if other.op.startswith("wgmma.mma"):
+            return None
+        if rings.is_arrive(other):
+            text = _line(source, wait.line)
+            moved = _edit(source, other.line, _line(source, other.line) + "\n" + text)
+            return Fault("swap-release-and-wait", wait.line, _edit(moved, wait.line, ""))
+    return None
+
+
+def _guards(kernel: Kernel, wait: Instruction) -> bool:
+    """Whether the next thing in the text that a barrier wait can guard is a load or a wgmma, and not another wait."""
+    for other in kernel.instructions[wait.index + 1 :]:
+        if rings.is_wait(other):
+            return False
+        if rings.is_load(other) or other.op.startswith("wgmma.mma"):
+            return True
+    return False
+
+
+def planted(source: str) -> Iterator[Fault]:
+    """Yield every fault of the kinds the checker must report.
+
+    Dropped: each descriptor acquire and release, each arrival of a kernel that multiplies by a thread that multiplies
+    (a stage's release), each wgmma wait, each wait on a barrier before a load or a wgmma. Weakened: each wgmma wait by
+    one group. Swapped: each wgmma wait with the arrival that follows it.
+    """
+    for kernel in kernels(source):
+        consuming = False
+        for instruction in kernel.instructions:
+            drop = _edit(source, instruction.line, "")
+            consuming |= instruction.op.startswith("wgmma.mma")
+            if descriptors.is_acquire(instruction):
+                yield Fault("drop-acquire", instruction.line, drop)
+            elif descriptors.is_release(instruction):
+                yield Fault("drop-descriptor-release", instruction.line, drop)
+            elif consuming and rings.is_arrive(instruction):
+                yield Fault("drop-stage-release", instruction.line, drop)
+            elif rings.is_wait(instruction) and _guards(kernel, instruction):
+                yield Fault("drop-barrier-wait", instruction.line, drop)
+            elif instruction.op.startswith("wgmma.wait"):
+                yield Fault("drop-wait", instruction.line, drop)
+                more = f"wgmma.wait_group.sync.aligned {int(instruction.args[0]) + 1};"
+                yield Fault("weaken-wait", instruction.line, _edit(source, instruction.line, more))
+                if swapped := _swap(source, kernel, instruction):
+                    yield swapped

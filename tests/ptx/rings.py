@@ -1,0 +1,263 @@
+"""Stages of shared memory that TMA fills and wgmma reads: released only when read, and always released.
+
+Producer threads tell which barrier guards which bytes: what they wait on before a TMA load is the stage's empty barrier,
+what the load signals is its full barrier. Consumer threads must wait on the full barrier before a wgmma reads those
+bytes, must not arrive at the empty barrier while a wgmma that reads them may be in flight, and must arrive at it before
+they wait for the same stage's next filling.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass, field, replace
+
+from tests.ptx.descriptors import is_tma
+from tests.ptx.evaluate import Value
+from tests.ptx.findings import Finding, finding
+from tests.ptx.groups import InFlight
+from tests.ptx.machine import Machine, NotFollowed, Reader, warp_leaders
+from tests.ptx.text import Instruction, Kernel
+
+_ADDRESS_BITS = 0x3FFF  # of a wgmma shared-memory descriptor: address / 16
+
+
+def is_load(instruction: Instruction) -> bool:
+    """A TMA load into shared memory."""
+    return is_tma(instruction) and "mbarrier" in instruction.op
+
+
+def is_arrive(instruction: Instruction) -> bool:
+    """An arrival that may release a stage."""
+    return instruction.op.startswith("mbarrier.arrive") and "expect_tx" not in instruction.op
+
+
+def is_wait(instruction: Instruction) -> bool:
+    """A wait on a barrier's phase."""
+    return instruction.op.startswith(("mbarrier.try_wait", "mbarrier.test_wait"))
+
+
+def _barrier(instruction: Instruction) -> str:
+    """The operand that names the barrier."""
+    return [argument for argument in instruction.args if argument.startswith("[")][2 if is_load(instruction) else 0]
+
+
+def _parity(instruction: Instruction) -> str:
+    return instruction.args[[argument.startswith("[") for argument in instruction.args].index(True) + 1]
+
+
+def _matrix_operands(instruction: Instruction) -> tuple[str, ...]:
+    """Descriptors of a wgmma's operands in shared memory."""
+    return tuple(argument for argument in instruction.args[1:3] if not argument.startswith("{"))
+
+
+def _events(kernel: Kernel) -> dict[int, tuple[str, ...]]:
+    found: dict[int, tuple[str, ...]] = {}
+    for i in kernel.instructions:
+        if is_load(i):
+            found[i.index] = (i.args[0].split(",")[0], _barrier(i))
+        elif i.op.startswith("mbarrier.arrive"):
+            found[i.index] = i.args
+        elif is_wait(i):
+            found[i.index] = (_barrier(i), _parity(i))
+        elif i.op.startswith("wgmma.mma"):
+            found[i.index] = _matrix_operands(i)
+        elif i.op.startswith(("wgmma.commit", "wgmma.wait")):
+            found[i.index] = ()
+    return found
+
+
+@dataclass
+class Ring:
+    """What the producer threads told.
+
+    Attributes:
+        regions: for each empty barrier, where TMA loads issued after waiting on it write.
+        full: for each empty barrier, the barriers signalled after waiting on it.
+        unclear: loads whose target or barrier isn't known.
+        size: the most bytes one barrier phase expects; bounds a region.
+    """
+
+    regions: dict[int, set[int]] = field(default_factory=lambda: defaultdict(set))
+    full: dict[int, set[int]] = field(default_factory=lambda: defaultdict(set))
+    unclear: set[int] = field(default_factory=set)
+    size: int = 0
+
+    def owner(self, address: int) -> int | None:
+        """The start of the region that `address` lies in, or None."""
+        starts = [start for starts in self.regions.values() for start in starts if start <= address]
+        start = max(starts, default=None)
+        return None if start is None or (self.size and address >= start + self.size) else start
+
+
+@dataclass(frozen=True)
+class _Producer:
+    """Barriers waited on since the last load or signal, whether one came since, and targets loaded since any wait."""
+
+    waited: frozenset[int] = frozenset()
+    signalled: bool = False
+    filled: frozenset[tuple[int, int]] = frozenset()
+
+
+@dataclass(frozen=True)
+class _Consumer:
+    """Filled stages held (full barrier, phase), and what the wgmma in flight read (instruction, address)."""
+
+    held: frozenset[tuple[int, Value]] = frozenset()
+    flight: InFlight[tuple[int, int | None]] = InFlight()
+
+
+class _Rings:
+    def __init__(self, kernel: Kernel) -> None:
+        self.kernel = kernel
+        self.machine = Machine(kernel, _events(kernel))
+        self.ring = Ring()
+        self.found: dict[tuple[int, str], Finding] = {}
+        self.arrived: set[int] = set()  # full barriers of stages that the followed warpgroup releases
+        self.waited: dict[int, set[int]] = defaultdict(set)  # full barriers waited on, by waiting instruction
+
+    def report(self, rule: str, instruction: Instruction, why: str) -> None:
+        self.found.setdefault((instruction.index, rule), finding(rule, self.kernel, instruction, why))
+
+    def produce(self, instruction: Instruction, read: Reader, state: _Producer) -> _Producer:
+        if is_wait(instruction):
+            barrier = read.address(_barrier(instruction))
+            if barrier is None:
+                return state
+            return _Producer((frozenset() if state.signalled else state.waited) | {barrier})
+        if is_load(instruction):
+            target, signal = read.address(instruction.args[0]), read.address(_barrier(instruction))
+            if target is None or signal is None:
+                self.ring.unclear.add(instruction.index)
+                return state
+            for barrier in state.waited:
+                self.ring.regions[barrier].add(target)
+                self.ring.full[barrier].add(signal)
+            if (instruction.index, target) in state.filled:
+                self.report("fill", instruction, "fills the same bytes again without a wait between")
+            return replace(state, signalled=True, filled=state.filled | {(instruction.index, target)})
+        if instruction.op.startswith("mbarrier.arrive"):
+            signal = read.address(_barrier(instruction))
+            for barrier in state.waited if signal is not None else ():
+                self.ring.full[barrier].add(signal or 0)
+            if "expect_tx" in instruction.op:
+                size = read.operand(instruction.args[-1])
+                self.ring.size = max(self.ring.size, size) if isinstance(size, int) else self.ring.size
+            return replace(state, signalled=True)
+        return state
+
+    def consume(self, instruction: Instruction, read: Reader, state: _Consumer) -> _Consumer:
+        if instruction.op.startswith("wgmma"):
+            multiplies = instruction.op.startswith("wgmma.mma")
+            values = [read.operand(text) for text in _matrix_operands(instruction)] if multiplies else []
+            addresses = ((v & _ADDRESS_BITS) << 4 if isinstance(v, int) else None for v in values)
+            reads = frozenset((instruction.index, address) for address in addresses)
+            self._check_filled(instruction, reads, state)
+            return replace(state, flight=state.flight.after(instruction, reads))
+        if is_wait(instruction):
+            return self._wait(instruction, read, state)
+        if is_arrive(instruction):
+            return self._arrive(instruction, read, state)
+        return state
+
+    def _check_filled(
+        self, instruction: Instruction, reads: frozenset[tuple[int, int | None]], state: _Consumer
+    ) -> None:
+        held = {barrier for barrier, _ in state.held}
+        for _, address in reads:
+            owner = None if address is None else self.ring.owner(address)
+            signals = [self.ring.full[empty] for empty, starts in self.ring.regions.items() if owner in starts]
+            if signals and not held & set().union(*signals):
+                self.report("fill", instruction, "reads a stage without having waited until it is filled")
+
+    def _wait(self, instruction: Instruction, read: Reader, state: _Consumer) -> _Consumer:
+        barrier = read.address(_barrier(instruction))
+        parity = read.operand(_parity(instruction))
+        if barrier is None or not any(barrier in signals for signals in self.ring.full.values()):
+            return state
+        self.waited[instruction.index].add(barrier)
+        if any(held == barrier and phase != parity for held, phase in state.held):
+            self.report("release", instruction, "waits for a stage's next filling and hasn't released the last one")
+        return replace(state, held=state.held | {(barrier, parity)})
+
+    def _arrive(self, instruction: Instruction, read: Reader, state: _Consumer) -> _Consumer:
+        barrier = read.address(_barrier(instruction))
+        if state.flight.count:
+            regions = self.ring.regions.get(barrier, set()) if barrier is not None else set()
+            if not regions:
+                self.report(
+                    "drain", instruction, "arrives while a wgmma may be in flight, and what it guards isn't known"
+                )
+            for index, address in state.flight.all:
+                owner = None if address is None else self.ring.owner(address)
+                if address is None or owner in regions:
+                    line = self.kernel.instructions[index].line
+                    self.report("drain", instruction, f"releases bytes that the wgmma of line {line} may still read")
+        released = self.ring.full.get(barrier, set()) if barrier is not None else set()
+        self.arrived |= released
+        return replace(state, held=frozenset(h for h in state.held if h[0] not in released))
+
+    def roles(self) -> tuple[list[int], list[int]]:
+        """Warp leaders that reach a TMA load, and those that reach a wgmma; one of each warpgroup's that do the same."""
+        producers, consumers = [], []
+        roles = {(tid // 128, self.machine.reached(tid)): tid for tid in reversed(warp_leaders(self.kernel))}
+        for (_, reached), tid in sorted(roles.items(), key=lambda item: item[1]):
+            instructions = [self.kernel.instructions[index] for index in reached]
+            if any(map(is_load, instructions)):
+                producers.append(tid)
+            if any(i.op.startswith("wgmma.mma") for i in instructions):
+                consumers.append(tid)
+        return producers, consumers
+
+    def check(self) -> list[Finding]:
+        producers, consumers = self.roles()
+        # In a cluster each block loads its share of a stage for all: the shares of two blocks bound the regions well.
+        multicast = any("multicast" in instruction.op for instruction in self.kernel.instructions)
+        for rank in range(2 if multicast else 1):
+            self.machine.rank = rank
+            for tid in producers:
+                self.machine.follow(tid, _Producer(), self.produce)
+        for index in self.ring.unclear:
+            self.report("drain", self.kernel.instructions[index], "where it writes or what it signals isn't known")
+        warpgroups: dict[int, list[int]] = defaultdict(list)
+        for tid in consumers:
+            warpgroups[tid // 128].append(tid)
+        self.machine.rank = 0
+        for tids in warpgroups.values():
+            self._check_warpgroup(tids)
+        return list(self.found.values())
+
+    def _check_warpgroup(self, tids: list[int]) -> None:
+        """Follow a warpgroup's warps; the duty to release lies with those that ever do, but one of them must."""
+        self.waited.clear()
+        everything: set[int] = set()
+        for tid in tids:
+            before = dict(self.found)
+            self.arrived = set()
+            self.machine.follow(tid, _Consumer(), self.consume)
+            if not self.arrived:
+                self.found = before | {key: f for key, f in self.found.items() if f.rule != "release"}
+            everything |= self.arrived
+        for index, barriers in self.waited.items():
+            if barriers - everything:
+                self.report("release", self.kernel.instructions[index], "waits for a stage that is never released")
+
+
+def uses_rings(kernel: Kernel) -> bool:
+    """Whether the kernel has both TMA loads and wgmma."""
+    return any(map(is_load, kernel.instructions)) and multiplies(kernel)
+
+
+def multiplies(kernel: Kernel) -> bool:
+    """Whether the kernel uses wgmma."""
+    return any(i.op.startswith("wgmma.mma") for i in kernel.instructions)
+
+
+def check_rings(kernel: Kernel) -> list[Finding]:
+    """Check the release protocol of every stage; [] means it holds in every reachable state.
+
+    A kernel that can't be followed is reported, not passed.
+    """
+    try:
+        return _Rings(kernel).check()
+    except NotFollowed as error:
+        return [Finding("drain", kernel.name, 0, str(error))]
