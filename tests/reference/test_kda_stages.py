@@ -14,7 +14,7 @@ NAN = float("nan")
 
 def stages(x):
     """The dataclasses of every stage, for dense inputs with one key head a value head."""
-    c, table = kda_chunked._chunks(*x.forward[:5], x.cu_seqlens)
+    c, table = kda_chunked.chunk_inputs(*x.forward[:5], x.cu_seqlens)
     do = table.gather(x.do, c.v.shape[1], c.v.dtype)
     p = kda_chunked.prep(c, x.scale)
     s = kda_chunked.scan(p, x.initial_state, table)

@@ -10,7 +10,7 @@ smallest aligned block that holds both, 2m rows long: D_ij = up_i * down_j, wher
 block's first half to row i in the second, and down_j from row j to that last row. With the decays moved onto the
 operands, all pairs of a level are one batched m x m product. Memory is linear in T.
 
-fp64 inputs are computed in fp64, all others in fp32.
+fp64 inputs are computed in fp64, all others in fp32 (or what torch.backends allows fp32 matrix products to be).
 """
 
 from collections.abc import Iterator
@@ -129,12 +129,17 @@ def levels(g: Tensor) -> Iterator[tuple[int, Tensor, Tensor]]:
 
 def decay_to(g: Tensor) -> Tensor:
     """Decay from before the first row of a block to each of its rows: 2^G. g: [..., rows, K]."""
-    return (g.new_ones(g.shape[-2], g.shape[-2]).tril() @ g).exp()
+    return _product(g.new_ones(g.shape[-2], g.shape[-2]).tril(), g).exp()
 
 
 def decay_from(g: Tensor) -> Tensor:
     """Decay from each row of a block to its last one: 2^(G_last - G). g: [..., rows, K]."""
-    return (g.new_ones(g.shape[-2], g.shape[-2]).triu(1) @ g).exp()
+    return _product(g.new_ones(g.shape[-2], g.shape[-2]).triu(1), g).exp()
+
+
+def _product(a: Tensor, b: Tensor) -> Tensor:
+    """a @ b. Batched matrix products are slow for an inner dimension of one, where broadcasting does the same."""
+    return a * b if a.shape[-1] == 1 else a @ b
 
 
 def _first(x: Tensor, m: int) -> Tensor:
@@ -230,12 +235,12 @@ def intra(x: Chunks, E: Tensor | None, dL: Tensor) -> Intra:
     beta_k = x.beta * x.k
     for m, up, down in levels(x.g):
         columns, dL_m = _first(x.k, m) * down, _below(dL, m)
-        _second(a, m).addcmul_(up, dL_m @ columns)
-        t_m = dL_m.mT @ (_second(beta_k, m) * up)
+        _second(a, m).addcmul_(up, _product(dL_m, columns))
+        t_m = _product(dL_m.mT, _second(beta_k, m) * up)
         if E is not None:
             E_m = _below(E, m)
-            _second(dqi, m).addcmul_(up, E_m @ columns)
-            t_m = t_m + E_m.mT @ (_second(x.q, m) * up)
+            _second(dqi, m).addcmul_(up, _product(E_m, columns))
+            t_m = t_m + _product(E_m.mT, _second(x.q, m) * up)
         _first(t, m).addcmul_(down, t_m)
     return Intra(dqi=dqi, a=a, t=t)
 
@@ -271,16 +276,18 @@ def local(x: Chunks, p: Prep, s: Scan, r: ReverseScan, do: Tensor | None, scale:
     return Local(E=E, dks=dks, dW=dW, dX=dX, dY=dY, M=M, dL=dL, dq=dq, dk=dk, dv=x.beta * dY, dg=dg, dbeta=dbeta)
 
 
-def _chunks(
+def chunk_inputs(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, cu_seqlens: Tensor | None
 ) -> tuple[Chunks, ChunkTable]:
+    """The inputs of `forward` in chunk layout, q and k with a head for each value head, and the layout's table."""
     batch, tokens, heads = v.shape[:3]
     table = chunk_table(batch, tokens, cu_seqlens, v.device)
     q, k, v, g, beta = (table.gather(x, heads, state_dtype(q)) for x in (q, k, v, g, beta[..., None]))
     return Chunks(q=q, k=k, v=v, g=g, beta=beta), table
 
 
-def _boundary(state: Tensor | None, k: Tensor, v: Tensor, cu_seqlens: Tensor | None) -> Tensor:
+def boundary_state(state: Tensor | None, k: Tensor, v: Tensor, cu_seqlens: Tensor | None) -> Tensor:
+    """The states [N, HV, K, V] that the sequences start from or end with, in the compute dtype; None is zero."""
     if state is not None:
         return state.to(state_dtype(k))
     sequences = k.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
@@ -317,9 +324,9 @@ def forward(
         final_state: [N, HV, K, V] ([0, HV, K, V] if not wanted), fp32 (fp64 for fp64 inputs).
         Aqk, Akk: [B, T, HV, 64] in q's dtype, what `backward` can reuse: row t of its chunk's Aqk and P.
     """
-    x, table = _chunks(q, k, v, g, beta, cu_seqlens)
+    x, table = chunk_inputs(q, k, v, g, beta, cu_seqlens)
     p = prep(x, scale)
-    s = scan(p, _boundary(initial_state, k, v, cu_seqlens), table, output_final_state)
+    s = scan(p, boundary_state(initial_state, k, v, cu_seqlens), table, output_final_state)
     o = output(p, s, scale).o
     # A copy where the scan had no step: an op must not return its input.
     final_state = s.final_state.clone() if output_final_state else s.final_state.new_zeros(0, *s.final_state.shape[1:])
@@ -350,13 +357,13 @@ def backward(
         dq, dk, dv, dg, dbeta: each with its input's shape and dtype, zero for tokens of no sequence.
         dinitial_state: [N, HV, K, V] ([0, HV, K, V] if initial_state is None), fp32 (fp64 for fp64 inputs).
     """
-    x, table = _chunks(q, k, v, g, beta, cu_seqlens)
+    x, table = chunk_inputs(q, k, v, g, beta, cu_seqlens)
     heads, dtype = v.shape[2], state_dtype(q)
     saved = () if Aqk is None or Akk is None else (table.gather(Aqk, heads, dtype), table.gather(Akk, heads, dtype))
     do_chunks = None if do is None else table.gather(do, heads, dtype)
     p = prep(x, scale, *saved)
-    s = scan(p, _boundary(initial_state, k, v, cu_seqlens), table, keep_final=False)
-    r = reverse_scan(p, do_chunks, _boundary(dht, k, v, cu_seqlens), table, scale)
+    s = scan(p, boundary_state(initial_state, k, v, cu_seqlens), table, keep_final=False)
+    r = reverse_scan(p, do_chunks, boundary_state(dht, k, v, cu_seqlens), table, scale)
     d = local(x, p, s, r, do_chunks, scale)
     groups = (q.shape[2], heads // q.shape[2])
     dq, dk = (y.unflatten(1, groups).sum(2) for y in (d.dq, d.dk))
