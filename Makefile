@@ -19,9 +19,9 @@ env: $(READY)  ## make the environment in .venv
 $(READY): $(STUB_SOURCES)
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "culax needs Python 3.10 or newer")'
 	test -x $(VENV)/bin/python || $(PYTHON) -m venv $(VENV)
-	$(VENV)/bin/python -m pip install --progress-bar off -q 'setuptools>=77' wheel
-	$(VENV)/bin/python -m pip install --progress-bar off -q '$(TORCH)'
-	$(VENV)/bin/python -m pip install --progress-bar off -q --no-build-isolation '$(TORCH)' -e '.[dev,kernels]'
+	$(VENV)/bin/python -m pip install --progress-bar off -q --no-compile 'setuptools>=77' wheel
+	$(VENV)/bin/python -m pip install --progress-bar off -q --no-compile '$(TORCH)'
+	$(VENV)/bin/python -m pip install --progress-bar off -q --no-compile --no-build-isolation '$(TORCH)' -e '.[dev,kernels]'
 	touch $@
 
 demo: env  ## check every op on this machine, then train a tiny language model

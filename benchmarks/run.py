@@ -14,7 +14,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import Progress
 from rich.table import Table
 
@@ -144,22 +146,39 @@ def document(results: list[Result], device: str) -> dict[str, Any]:
 
 
 def table(results: list[Result]) -> Table:
-    """The results as a table, a row an implementation."""
-    shown = Table(title="culax benchmarks")
-    for column in ("case", "implementation", "error", "eager ms", "graph ms", "kernels ms", "CPU us"):
-        shown.add_column(column, justify="left" if column in ("case", "implementation") else "right")
-    for column in ("TFLOP/s", "TB/s", "share", "against culax"):
-        shown.add_column(column, justify="right")
+    """The results as a table, a row an implementation; columns that nothing was measured for are left out."""
     ours = {r.case: r.timing.best_ms for r in results if r.implementation == "culax"}
-    for r in results:
-        base, ms, t = ours.get(r.case), r.timing.best_ms, r.timing
-        ratio = f"{ms / base:.2f}x" if ms and base and r.implementation != "culax" else ""
-        figures = (t.eager_ms, t.graph_ms, t.kernels_ms, t.overhead_us, r.tflops, r.tb_per_s)
-        cells = ["" if figure is None else f"{figure:.4g}" for figure in figures]
-        share = "" if r.roofline_share is None else f"{100 * r.roofline_share:.1f} %"
-        error = "" if r.gate is None else f"{r.gate.error:.1e}"
-        shown.add_row(r.case, r.implementation, error, *cells, share, r.reason or ratio)
+
+    def against(r: Result) -> str | None:
+        base, ms = ours.get(r.case), r.timing.best_ms
+        return f"{ms / base:.2f}x" if ms and base and r.implementation != "culax" else None
+
+    columns: dict[str, list[str | None]] = {
+        "case": [r.case for r in results],
+        "by": [r.implementation for r in results],
+        "error": [_shown(r.gate.error if r.gate else None, ".1e") for r in results],
+        "eager ms": [_shown(r.timing.eager_ms) for r in results],
+        "graph ms": [_shown(r.timing.graph_ms) for r in results],
+        "kernels ms": [_shown(r.timing.kernels_ms) for r in results],
+        "CPU us": [_shown(r.timing.overhead_us) for r in results],
+        "TFLOP/s": [_shown(r.tflops) for r in results],
+        "TB/s": [_shown(r.tb_per_s) for r in results],
+        "share": [_shown(r.roofline_share, ".1%") for r in results],
+        "time / culax": [against(r) for r in results],
+        "note": [r.reason for r in results],
+    }
+    kept = {name: cells for name, cells in columns.items() if any(cells)}
+    shown = Table(title="culax benchmarks", box=SIMPLE_HEAD)
+    for name in kept:
+        text = name in ("case", "by", "note")
+        shown.add_column(name, justify="left" if text else "right", no_wrap=name != "note")
+    for row in zip(*kept.values()):
+        shown.add_row(*(escape(cell or "") for cell in row))
     return shown
+
+
+def _shown(figure: float | None, style: str = ".4g") -> str | None:
+    return None if figure is None else format(figure, style)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -203,7 +222,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             progress.update(task, description=case.name)
             results += measure_case(case, settings, args.impl)
             progress.advance(task)
-    Console().print(table(results))
+    # Piped output has no width of its own: take what the table needs.
+    Console(width=None if sys.stdout.isatty() else 180).print(table(results))
     if args.output:
         args.output.parent.mkdir(parents=True, exist_ok=True)
         args.output.write_text(json.dumps(document(results, device), indent=1) + "\n")
