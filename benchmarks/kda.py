@@ -124,10 +124,10 @@ class KdaCase:
         return self._ours(wide)()
 
     def implementations(self) -> Mapping[str, Prepare | Peer]:
-        """Ours; on the CPU the recurrence, on CUDA FLA with exact and with bounded-gate kernels."""
-        if self.device == "cpu":
+        """Ours; for forward and backward on the CPU the recurrence, for the backward on CUDA both of FLA's."""
+        if self.device == "cpu" and self.forward_too:
             return {"culax": self._ours, "recurrence": self._recurrence}
-        if self.forward_too:
+        if self.device == "cpu" or self.forward_too:
             return {"culax": self._ours}
         return {"culax": self._ours, "fla": peers.fla_kda(False), "fla_safe_gate": peers.fla_kda(True)}
 
