@@ -9,6 +9,9 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch._dynamo.backends.common import aot_autograd
+from torch._functorch.aot_autograd import make_boxed_func
+from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch.autograd import forward_ad
 from torch.utils import checkpoint
 
@@ -138,6 +141,15 @@ def test_functional_transforms_of_other_inputs() -> None:
     torch.testing.assert_close(gradient, product(x).sum())
 
 
+def recomputing_backend() -> Callable[..., Any]:
+    """Captured graphs run as they are, split into forward and backward by the partitioner that recomputes."""
+
+    def plain(graph: torch.fx.GraphModule, _: Any) -> Any:
+        return make_boxed_func(graph.forward)
+
+    return aot_autograd(fw_compiler=plain, partition_fn=min_cut_rematerialization_partition)
+
+
 @pytest.mark.parametrize("policy, forwards", [("save", 1), ("recompute", 2)])
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "aot"])
 def test_selective_checkpointing(policy: str, forwards: int, compiled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -163,7 +175,7 @@ def test_selective_checkpointing(policy: str, forwards: int, compiled: bool, mon
 
     inputs = case.differentiable
     wanted = torch.autograd.grad(block(*inputs).sum(), inputs)
-    run = torch.compile(step, fullgraph=True, backend="aot_eager") if compiled else step
+    run = torch.compile(step, fullgraph=True, backend=recomputing_backend()) if compiled else step
     run(*inputs)
     calls.clear()
     gradients = torch.autograd.grad(run(*inputs), inputs)

@@ -75,7 +75,10 @@ AUTOCAST: dict[str, tuple[str, ...]] = {
     "grouped_mm": ("x", "weight"),
     "_grouped_mm_main_grad": ("x", "weight"),
 }
-"""The arguments autocast casts. Gates, beta, states, scales and narrow operands keep their dtype."""
+"""The arguments autocast casts. Gates, beta, states, scales and narrow operands keep their dtype.
+
+Every op has an autocast kernel, if only to switch autocast off inside: its products would otherwise round to 16 bits.
+"""
 
 
 def overload(name: str) -> torch._ops.OpOverload:
@@ -133,8 +136,8 @@ def _refusing_gradients(name: str) -> Callable[..., None]:
 
 def _casting(name: str, device_type: str, key: str) -> Callable[..., Any]:
     """The autocast kernel of an op: cast what AUTOCAST names, then call the op with autocast off."""
-    op = overload(name)
-    positions = [position for position, argument in enumerate(op._schema.arguments) if argument.name in AUTOCAST[name]]
+    op, cast_names = overload(name), AUTOCAST.get(name, ())
+    positions = [position for position, argument in enumerate(op._schema.arguments) if argument.name in cast_names]
     excluded = torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, key))
 
     def kernel(*arguments: Any) -> Any:
@@ -158,7 +161,7 @@ def _register() -> None:
         kernel = _differentiable(name) if name in gradients.FORMULAS else _refusing_gradients(name)
         LIBRARY.impl(name, kernel, "Autograd", with_keyset=True)
     main_grad.register(LIBRARY)
-    for name in AUTOCAST:
+    for name in (line.partition("(")[0] for line in _schema_text().splitlines()):
         for device_type, key in (("cpu", "AutocastCPU"), ("cuda", "AutocastCUDA")):
             LIBRARY.impl(name, _casting(name, device_type, key), key)
 
