@@ -163,11 +163,12 @@ def prep(x: Chunks, scale: float, Aqk: Tensor | None = None, P: Tensor | None = 
     exp_G, exp_rest = decay_to(x.g), decay_from(x.g)
     qg, kg, beta_k = x.q * exp_G, x.k * exp_rest, x.beta * x.k
     if Aqk is None or P is None:
-        Aqk = torch.diag_embed(scale * (x.q * x.k).sum(-1))
+        scaled_q = scale * x.q
+        Aqk = torch.diag_embed((scaled_q * x.k).sum(-1))
         L = torch.zeros_like(Aqk)
         for m, up, down in levels(x.g):
             columns = (_first(x.k, m) * down).mT
-            _below(Aqk, m).copy_((scale * _second(x.q, m) * up) @ columns)
+            _below(Aqk, m).copy_((_second(scaled_q, m) * up) @ columns)
             _below(L, m).copy_((_second(beta_k, m) * up) @ columns)
         eye = torch.eye(CHUNK, dtype=L.dtype, device=L.device).expand_as(L)
         # Forward substitution: the powers of L that a series of I + L needs reach 1e17 for near-equal keys.
@@ -193,7 +194,7 @@ def scan(p: Prep, h0: Tensor, table: ChunkTable, keep_final: bool = True) -> Sca
         S = S if edge is None else edge.reset(S)
         h.append(S)
         v_new.append(U - W @ S)
-        S = exp_last * S + kg.mT @ v_new[-1]
+        S = torch.addcmul(kg.mT @ v_new[-1], exp_last, S)
         if keep_final:
             after.append(S)
     return Scan(h=table.join(h, h0), v_new=table.join(v_new, p.U), final_state=table.leave(S, after, h0))
@@ -210,7 +211,7 @@ def reverse_scan(p: Prep, do: Tensor | None, dht: Tensor, table: ChunkTable, sca
     dv_loc = None if do is None else p.Aqk.mT @ do
     no_do = [None] * table.steps
     rows = no_do if dv_loc is None else table.split(dv_loc)
-    states = no_do if do is None else table.split(scale * (p.qg.mT @ do))
+    states = no_do if do is None else table.split(p.qg.mT @ (scale * do))
     per_step = zip(*map(table.split, (p.W, p.kg, p.exp_last)), rows, states, strict=True)
     dh, dvn, after = [], [], []
     dS, edges = table.enter(dht, reverse=True)
@@ -218,8 +219,7 @@ def reverse_scan(p: Prep, do: Tensor | None, dht: Tensor, table: ChunkTable, sca
         dS = dS if edge is None else edge.reset(dS)
         dh.append(dS)
         dvn.append(kg @ dS if dv_rows is None else dv_rows + kg @ dS)
-        dS = exp_last * dS - W.mT @ dvn[-1]
-        dS = dS if dS_do is None else dS + dS_do
+        dS = torch.addcmul(-(W.mT @ dvn[-1]) if dS_do is None else dS_do - W.mT @ dvn[-1], exp_last, dS)
         after.append(dS)
     return ReverseScan(
         dv_loc=dv_loc,
@@ -252,7 +252,8 @@ def local(x: Chunks, p: Prep, s: Scan, r: ReverseScan, do: Tensor | None, scale:
     the last row's 2^(G_last) * sum_v(S * dS) reaches every t; and its sum of k * dks over all rows, less the k * dks of
     the rows t and after, is the sum over the rows before t. The pairs i = j cancel in dG and are left out of it.
     """
-    E = None if do is None else scale * (do @ s.v_new.mT).tril()
+    scaled_do = None if do is None else scale * do
+    E = None if scaled_do is None else (scaled_do @ s.v_new.mT).tril()
     k_exp_G = x.k * p.exp_G
     dks = (s.v_new @ r.dh.mT) * p.exp_rest
     dW = -(r.dvn @ s.h.mT)
@@ -263,13 +264,13 @@ def local(x: Chunks, p: Prep, s: Scan, r: ReverseScan, do: Tensor | None, scale:
 
     dbeta = (dY * x.v).sum(-1, keepdim=True) + (dX * k_exp_G + pairs.a * x.k).sum(-1, keepdim=True)
     dq = pairs.dqi
-    dk = dks + x.beta * (dX * p.exp_G + pairs.a) + pairs.t
-    if do is not None and E is not None:
-        dq = dq + scale * (do @ s.h.mT) * p.exp_G
-    dG = x.q * dq + x.beta * (dX * k_exp_G + x.k * pairs.a) - x.k * pairs.t
+    dk = torch.addcmul(dks + pairs.t, x.beta, torch.addcmul(pairs.a, dX, p.exp_G))
+    if scaled_do is not None:
+        dq = torch.addcmul(dq, scaled_do @ s.h.mT, p.exp_G)
+    dG = x.q * dq + x.beta * torch.addcmul(dX * k_exp_G, x.k, pairs.a) - x.k * pairs.t
     if E is not None:
         same_row = E.diagonal(dim1=2, dim2=3)[..., None]
-        dq, dk = dq + same_row * x.k, dk + same_row * x.q
+        dq, dk = torch.addcmul(dq, same_row, x.k), torch.addcmul(dk, same_row, x.q)
     ones = dG.new_ones(CHUNK, CHUNK)
     state_term = p.exp_last.mT * (s.h * r.dh).sum(-1)[:, :, None]
     dg = ones.triu() @ dG + ones.tril(-1) @ (x.k * dks) + state_term
@@ -281,7 +282,7 @@ def chunk_inputs(
 ) -> tuple[Chunks, ChunkTable]:
     """The inputs of `forward` in chunk layout, q and k with a head for each value head, and the layout's table."""
     batch, tokens, heads = v.shape[:3]
-    table = chunk_table(batch, tokens, cu_seqlens, v.device)
+    table = chunk_table(batch, tokens, cu_seqlens)
     q, k, v, g, beta = (table.gather(x, heads, state_dtype(q)) for x in (q, k, v, g, beta[..., None]))
     return Chunks(q=q, k=k, v=v, g=g, beta=beta), table
 

@@ -1,8 +1,8 @@
 """Chunk layout of the chunked KDA path: [B, T, H, ...] tokens to and from [NT, HV, C, ...] chunks of one sequence each.
 
-All tables come from shapes and device-side integer arithmetic, so building and using them reads nothing back from the
-device and is legal inside a CUDA graph capture. For N packed sequences NT is the bound ceil(T / C) + N that shapes
-alone give; the surplus chunks at the end are empty.
+Whole sequences are laid out by views, packed ones by tables from device-side integer arithmetic: nothing is read back
+from the device, and all of it is legal inside a CUDA graph capture. For N packed sequences NT is the bound
+ceil(T / C) + N that shapes alone give; the surplus chunks at the end are empty.
 """
 
 from dataclasses import dataclass
@@ -26,59 +26,66 @@ class Edge:
 
 @dataclass(frozen=True)
 class Packing:
-    """What only packed sequences need. N is the number of sequences; chunk ids beyond the last sequence are surplus.
+    """Where packed sequences lie. N is the number of sequences; chunk ids beyond the last sequence are surplus.
 
+    token: [NT, C] token of each chunk row (clamped where invalid). valid: [NT, C] whether the row holds one.
+    chunk, row: [T] position of each token (arbitrary where not covered). covered: [T] whether a sequence holds it.
     owner: [NT] sequence of each chunk (the last one for surplus chunks). starts, ends: [NT] whether the chunk is the
     first or the last of its sequence (surplus chunks are both). first, last: [N] chunk ids (arbitrary for empty
-    sequences). empty: [N] whether the sequence has no rows. covered: [T] whether a sequence holds the token.
+    sequences). empty: [N] whether the sequence has no rows.
     """
 
+    token: Tensor
+    valid: Tensor
+    chunk: Tensor
+    row: Tensor
+    covered: Tensor
     owner: Tensor
     starts: Tensor
     ends: Tensor
     first: Tensor
     last: Tensor
     empty: Tensor
-    covered: Tensor
 
 
 @dataclass(frozen=True)
 class ChunkTable:
-    """Which token each chunk row holds, and where each token went.
+    """Where the chunks of [batch, tokens, ...] lie: of each batch entry, or of packed sequences in the only one.
 
-    token: [NT, C] row of the token in its batch entry (clamped where invalid). batch: [NT]. valid: [NT, C], or None
-    when shapes alone say that every row is valid. chunk, row: [B, T] position of each token.
     The scans see NT as lanes x steps: B lanes of ceil(T / C) steps, or for packed sequences one lane of NT steps.
     """
 
-    batch: Tensor
-    token: Tensor
-    valid: Tensor | None
-    chunk: Tensor
-    row: Tensor
+    tokens: int
     lanes: int
     steps: int
     packing: Packing | None
 
     def gather(self, x: Tensor, heads: int, dtype: torch.dtype) -> Tensor:
         """[B, T, H, ...] of any strides to contiguous [NT, heads, C, ...] in ``dtype``; invalid rows are zero."""
+        if self.packing is None:
+            rest = x.shape[3:]
+            missing = self.steps * CHUNK - self.tokens
+            if missing:
+                x = torch.nn.functional.pad(x, (0, 0) * (len(rest) + 1) + (0, missing))
+            y = x.unflatten(1, (self.steps, CHUNK)).transpose(2, 3)[:, :, :, None]
+            y = y.expand(-1, -1, -1, heads // x.shape[2], *y.shape[4:])
+            return y.to(dtype).reshape(self.lanes * self.steps, heads, CHUNK, *rest).contiguous()
         head = torch.arange(heads, device=x.device) // (heads // x.shape[2])
-        y = x[self.batch[:, None, None], self.token[:, None, :], head[None, :, None]].to(dtype)
-        if self.valid is None:
-            return y
-        mask = self.valid[:, None, :].reshape(-1, 1, CHUNK, *[1] * (x.dim() - 3))
+        y = x[0][self.packing.token[:, None, :], head[None, :, None]].to(dtype)
+        mask = self.packing.valid[:, None, :].reshape(-1, 1, CHUNK, *[1] * (x.dim() - 3))
         return torch.where(mask, y, y.new_zeros(()))
 
     def scatter(self, y: Tensor, dtype: torch.dtype) -> Tensor:
         """[NT, H, C, ...] back to contiguous [B, T, H, ...] in ``dtype``; tokens of no sequence are zero."""
-        if y.shape[0] == 0:
-            return y.new_zeros(*self.chunk.shape, y.shape[1], *y.shape[3:], dtype=dtype)
-        head = torch.arange(y.shape[1], device=y.device)
-        x = y.to(dtype)[self.chunk[:, :, None], head, self.row[:, :, None]]
         if self.packing is None:
-            return x
-        mask = self.packing.covered.reshape(1, -1, *[1] * (x.dim() - 2))
-        return torch.where(mask, x, x.new_zeros(()))
+            x = y.to(dtype).unflatten(0, (self.lanes, self.steps)).transpose(2, 3).flatten(1, 2)
+            return x[:, : self.tokens].contiguous()
+        if y.shape[0] == 0:
+            return y.new_zeros(1, self.tokens, y.shape[1], *y.shape[3:], dtype=dtype)
+        head = torch.arange(y.shape[1], device=y.device)
+        x = y.to(dtype)[self.packing.chunk[:, None], head, self.packing.row[:, None]]
+        mask = self.packing.covered.reshape(-1, *[1] * (x.dim() - 1))
+        return torch.where(mask, x, x.new_zeros(()))[None]
 
     def split(self, x: Tensor) -> tuple[Tensor, ...]:
         """[NT, ...] to the chunks [lanes, ...] that a scan visits together, one entry a step."""
@@ -110,26 +117,11 @@ class ChunkTable:
         return torch.where(self.packing.empty[:, None, None, None], boundary, ended)
 
 
-def chunk_table(batch: int, tokens: int, cu_seqlens: Tensor | None, device: torch.device) -> ChunkTable:
+def chunk_table(batch: int, tokens: int, cu_seqlens: Tensor | None) -> ChunkTable:
     """The table of ``batch`` sequences of ``tokens`` rows, or of the sequences that ``cu_seqlens`` [N + 1] packs."""
     if cu_seqlens is not None:
         return _packed(tokens, cu_seqlens)
-    steps = -(-tokens // CHUNK)
-    chunk_id = torch.arange(batch * steps, device=device)
-    within = chunk_id % steps if steps else chunk_id
-    token = within[:, None] * CHUNK + torch.arange(CHUNK, device=device)
-    t = torch.arange(tokens, device=device)
-    chunk = torch.arange(batch, device=device)[:, None] * steps + t // CHUNK
-    return ChunkTable(
-        batch=chunk_id // steps if steps else chunk_id,
-        token=token.clamp(max=tokens - 1),
-        valid=None if tokens % CHUNK == 0 else token < tokens,
-        chunk=chunk,
-        row=(t % CHUNK).expand(batch, tokens),
-        lanes=batch,
-        steps=steps,
-        packing=None,
-    )
+    return ChunkTable(tokens=tokens, lanes=batch, steps=-(-tokens // CHUNK), packing=None)
 
 
 def _packed(tokens: int, cu_seqlens: Tensor) -> ChunkTable:
@@ -156,20 +148,20 @@ def _packed(tokens: int, cu_seqlens: Tensor) -> ChunkTable:
     else:
         within = chunk = torch.zeros_like(t)
     return ChunkTable(
-        batch=torch.zeros_like(chunk_id),
-        token=token.clamp(0, max(tokens - 1, 0)),
-        valid=valid,
-        chunk=chunk[None],
-        row=(within % CHUNK)[None],
+        tokens=tokens,
         lanes=1,
         steps=count,
         packing=Packing(
+            token=token.clamp(0, max(tokens - 1, 0)),
+            valid=valid,
+            chunk=chunk,
+            row=within % CHUNK,
+            covered=covered,
             owner=owner,
             starts=(chunk_id == first[owner]) | surplus,
             ends=(chunk_id == last[owner]) | surplus,
             first=first,
             last=last,
             empty=chunks == 0,
-            covered=covered,
         ),
     )
