@@ -13,7 +13,7 @@ from examples.train_tiny_lm import Settings, train
 REPO = Path(__file__).parents[2]
 # The default model, cut to what two cores train in seconds.
 SMALL = Settings(steps=40, batch=2, length=96, width=64, heads=1, blocks=1, expert_width=64, experts=4)
-BOUND = 0.02
+BOUND = 1e-3
 
 
 @pytest.fixture(scope="module")
