@@ -1,6 +1,6 @@
 """The variants to check, compiled here: a CI-sized set, or all with ``--ptx-all``.
 
-They are kept in ``build/ptx`` with their PTX, cubin and assembler log, and compiled again only when their sources change.
+They are kept in ``build/ptx`` with their PTX, cubin and assembler log, and compiled again when their sources change.
 """
 
 from __future__ import annotations

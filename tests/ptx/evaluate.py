@@ -9,7 +9,6 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Union
 
 from tests.ptx.text import Instruction
 
@@ -49,7 +48,7 @@ class Comparison:
 
 
 LARGE = Large()
-Value = Union[int, bool, Large, Unknown, Comparison, None]
+Value = int | bool | Large | Unknown | Comparison | None
 _INVERSE = {"ne": "eq", "ge": "lt", "gt": "le", "hs": "lo", "hi": "ls"}
 # Opcodes whose results this module computes; all others give an Unknown.
 PURE = frozenset(

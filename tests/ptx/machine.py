@@ -298,7 +298,7 @@ class Machine:
 
 
 def _worth_keeping(comparison: Comparison, truth: bool) -> bool:
-    """Whether later branches could repeat it. That a loop's bound isn't the counter's value of this trip never recurs."""
+    """Whether later branches could repeat it: that a loop's bound isn't this trip's counter never recurs."""
     sides = (comparison.left, comparison.right)
     return truth or not any(isinstance(side, int) and side > 1 for side in sides)
 

@@ -8,15 +8,13 @@ import subprocess
 from dataclasses import dataclass
 from pathlib import Path
 
-from tests.ptx.text import Kernel
-
 MOST_SHARED = 232_448  # bytes a block may have on SM90 and SM100
 MOST_REGISTERS = 65_536  # of one multiprocessor
 
 
 @dataclass(frozen=True)
 class Usage:
-    """Of one kernel: registers a thread, bytes of stack a thread (spills lie there), static shared memory, local bytes."""
+    """Of one kernel: registers a thread, stack bytes a thread (spills lie there), static shared and local bytes."""
 
     kernel: str
     registers: int
@@ -56,13 +54,3 @@ def spills(log: str) -> list[str]:
 def warnings(log: str) -> list[str]:
     """Lines with an assembler warning number, such as (C7510): wgmma were serialised."""
     return [line.strip() for line in log.splitlines() if re.search(r"\(C7\d{3}\)", line)]
-
-
-def registers_held(kernel: Kernel, compiled: int) -> int:
-    """Registers a block holds at most, given the count it was compiled with, after its warpgroups redistribute them."""
-    dec = [int(i.args[0]) for i in kernel.instructions if i.op.startswith("setmaxnreg.dec")]
-    inc = [int(i.args[0]) for i in kernel.instructions if i.op.startswith("setmaxnreg.inc")]
-    if not dec and not inc:
-        return kernel.threads * compiled
-    groups = kernel.threads // 128
-    return 128 * (min(dec, default=0) * 1 + max(inc, default=compiled) * (groups - 1))

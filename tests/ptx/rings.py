@@ -1,8 +1,8 @@
 """Stages of shared memory that TMA fills and wgmma reads: released only when read, and always released.
 
-Producer threads tell which barrier guards which bytes: what they wait on before a TMA load is the stage's empty barrier,
-what the load signals is its full barrier. Consumer threads must wait on the full barrier before a wgmma reads those
-bytes, must not arrive at the empty barrier while a wgmma that reads them may be in flight, and must arrive at it before
+Producer threads tell which barrier guards which bytes: what they wait on before a TMA load is the stage's empty
+barrier, what the load signals is its full barrier. Consumer threads must wait on the full barrier before a wgmma reads
+those bytes, must not arrive at the empty barrier while a wgmma that reads them may be in flight, and must arrive at it before
 they wait for the same stage's next filling.
 """
 
@@ -197,7 +197,7 @@ class _Rings:
         return replace(state, held=frozenset(h for h in state.held if h[0] not in released))
 
     def roles(self) -> tuple[list[int], list[int]]:
-        """Warp leaders that reach a TMA load, and those that reach a wgmma; one of each warpgroup's that do the same."""
+        """Warp leaders that reach a TMA load, and those that reach a wgmma; of a warpgroup's that do the same, one."""
         producers, consumers = [], []
         roles = {(tid // 128, self.machine.reached(tid)): tid for tid in reversed(warp_leaders(self.kernel))}
         for (_, reached), tid in sorted(roles.items(), key=lambda item: item[1]):

@@ -78,7 +78,7 @@ class _Blocks:
 
 
 def slice_kernel(kernel: Kernel, events: Iterable[int], operands: Iterable[str], opaque: frozenset[str]) -> Slice:
-    """Slice `kernel` for `events`, of which the registers `operands` matter; results of `opaque` opcodes are unknown."""
+    """Slice `kernel` for `events` and the registers `operands`; results of `opaque` opcodes are unknown."""
     blocks = _Blocks(kernel)
     definitions: dict[str, list[Instruction]] = {}
     for instruction in kernel.instructions:

@@ -1,7 +1,7 @@
 """Symbolic addresses: what an operand's value is in terms of parameters, special registers and definitions.
 
-PTX registers are not in static single assignment form, so a leaf that can't be expanded is a register together with the
-definitions that reach its use. Two equal values name the same number as long as no leaf of theirs was redefined between.
+PTX registers are not in static single assignment form, so a leaf that can't be expanded is a register together with
+the definitions that reach its use. Two equal values name the same number as long as no leaf of theirs was redefined.
 """
 
 from __future__ import annotations

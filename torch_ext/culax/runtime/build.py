@@ -81,8 +81,8 @@ def build(
     """Bring `directory` up to date with `variants`, all of one architecture.
 
     A variant whose library was built from the current sources is left alone. Each library is written aside and moved
-    into place, and the manifest follows after each, so an interrupted build loses only what was in flight. Builders in
-    other processes wait for the folder.
+    into place, and the manifest follows after each, so an interrupted build loses only what was in flight. A variant
+    whose sources change meanwhile counts as failed. Builders in other processes wait for the folder.
 
     Args:
         variants: what to build.
@@ -107,12 +107,16 @@ def build(
     with manifest.lock(directory):
         entries = manifest.read(directory)
         todo = [v for v in variants if not _up_to_date(v, directory, entries, dsl, keep)]
+        hashes = {v.name: sources.source_hash(v, dsl) for v in todo}
         built: list[str] = []
         failed: dict[str, str] = {}
 
         def done(variant: Variant, result: Compiled | CompileError) -> None:
+            sources.forget()
             if isinstance(result, CompileError):
                 failed[variant.name] = str(result)
+            elif sources.source_hash(variant, dsl) != hashes[variant.name]:
+                failed[variant.name] = f"{variant.name}: its sources changed while it was compiled; build again"
             else:
                 entries[variant.name] = _install(result, directory, dsl, tvm_ffi)
                 manifest.write(directory, entries)

@@ -19,6 +19,8 @@ from typing import Any
 from culax.runtime.compile import Compiled, compile_variant
 from culax.runtime.variants import Variant
 
+_LINES_OF_TRACEBACK = 30
+
 
 class CompileError(RuntimeError):
     """A variant didn't compile; the message carries the compiler's words."""
@@ -95,7 +97,7 @@ def _serve() -> None:
         try:
             answer = compile_variant(variant, directory)
         except Exception:
-            answer = traceback.format_exc()
+            answer = "\n".join(traceback.format_exc().splitlines()[-_LINES_OF_TRACEBACK:])
         pickle.dump(answer, answers)
         answers.flush()
 
