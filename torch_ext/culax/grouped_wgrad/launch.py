@@ -46,7 +46,7 @@ def run(
 
 
 def _run(plan: Plan, outs: Tensor | list[Tensor], mat_a: Tensor, mat_b: Tensor, offs: Tensor) -> None:
-    problem, config = plan.problem, plan.variant.config
+    problem, config = plan.problem, plan.config
     mat_a, mat_b = _operand(mat_a, config.a_major), _operand(mat_b.t(), config.b_major).t()
     if offs.dtype is not torch.int32:
         offs = offs.clamp(0, problem.tokens).to(torch.int32)
@@ -87,7 +87,7 @@ def _addresses(outs: list[Tensor]) -> Tensor:
 
 def warm(plan: Plan, device: torch.device) -> None:
     """Load the plan's kernel onto the devices by one call on tensors of its own, outside a capture."""
-    config = plan.variant.config
+    config = plan.config
     dtype, out_dtype = plan.problem.a_dtype, plan.problem.out_dtype
     with torch.cuda.device(device):
         a = torch.zeros((8, 8), dtype=dtype, device=device)

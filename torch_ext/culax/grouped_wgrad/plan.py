@@ -26,6 +26,12 @@ class Plan:
     problem: WgradProblem
     variant: Variant
 
+    @property
+    def config(self) -> Config:
+        """The variant's configuration."""
+        assert isinstance(self.variant.config, Config)
+        return self.variant.config
+
 
 def plan(problem: WgradProblem, arch: str) -> Plan | str:
     """The plan of a CUDA problem on `arch`, or a sentence that says why the kernel cannot take it."""
@@ -43,14 +49,16 @@ def plan(problem: WgradProblem, arch: str) -> Plan | str:
         return f"{problem.tokens} tokens: the kernel counts fewer than {MAX_TOKENS}"
     ragged = problem.operand_layout == "ragged"
     strides_seen = (problem.a_strides, problem.b_strides[::-1])
-    majors = tuple("k" if ragged else _major(strides, problem.tokens) for strides in strides_seen)
-    for name, major, strides in zip(("mat_a", "mat_b"), majors, (problem.a_strides, problem.b_strides)):
+    a_major, b_major = ("k" if ragged else _major(strides, problem.tokens) for strides in strides_seen)
+    for name, major, strides in zip(("mat_a", "mat_b"), (a_major, b_major), (problem.a_strides, problem.b_strides)):
         if not major:
             return f"`{name}` has strides {strides}: TMA needs one of 1 and the other a positive multiple of 8"
     if problem.experts * -(-problem.m // 64) * -(-problem.n // 64) > MAX_CLUSTERS:
         return f"{problem.experts} outputs of {problem.m} x {problem.n} have more tiles than the kernel counts"
     dtype, out_dtype = OPERANDS[problem.a_dtype], OUTPUTS[problem.out_dtype]
-    return Plan(problem, variant(_config(dtype, out_dtype, (*majors, ragged), problem.discrete, problem.accumulate)))
+    return Plan(
+        problem, variant(_config(dtype, out_dtype, (a_major, b_major, ragged), problem.discrete, problem.accumulate))
+    )
 
 
 def _major(strides: tuple[int, ...], tokens: int) -> str:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 WARPGROUP = 128
 CONSUMERS = 2
-"""Consumer warpgroups a CTA; each owns tile_m / 2 contiguous rows of the tile."""
+"""Consumer warpgroups a CTA."""
 THREADS = WARPGROUP * (1 + CONSUMERS)
 PRODUCER_REGISTERS = 40
 CONSUMER_REGISTERS = 232
@@ -31,9 +31,9 @@ class Config:
     discrete: one output tensor an expert, reached through descriptors written on the device.
     accumulate: fp32 reduce-add into the output instead of a store.
     stages: operand pipeline depth. epi_n, epi_stages: columns of one epilogue chunk, chunks in flight a warpgroup.
+    pingpong: the warpgroups take whole tiles in turn, one storing while the other multiplies; else half a tile each.
     lag: WGMMA groups left in flight when a stage is released (0 or 1, the older stage then).
     band: clusters along M that share a rasterisation band, a power of two.
-    stagger: k tiles the second consumer warpgroup starts behind the first (0: none).
     fault, poison: planted faults and NaN-filled stages. Only tests build these; plan.py never does.
     """
 
@@ -52,9 +52,9 @@ class Config:
     stages: int = 4
     epi_n: int = 64
     epi_stages: int = 2
-    lag: int = 1
+    pingpong: bool = False
+    lag: int = 0
     band: int = 8
-    stagger: int = 0
     fault: str = ""
     poison: bool = False
 
@@ -62,12 +62,11 @@ class Config:
         """Reject what the kernel cannot build; these are our own invariants, never user input."""
         assert self.dtype in ("bfloat16", "float16") and self.out_dtype in BYTES
         assert not self.ragged or (self.a_major, self.b_major) == ("k", "k")
-        assert not self.ragged or self.cluster_size == 1, "the unaligned path loads per CTA"
         assert not self.accumulate or self.out_dtype == "float32"
         assert self.warpgroup_m % STORE_ROWS == 0 and self.tile_n % self.epi_n == 0
         assert self.chunks % self.epi_stages == 0, "a chunk's buffer must be known when compiling"
-        assert self.warpgroup_m * self.tile_n <= 64 * 256, "at most 128 accumulator registers a thread"
-        assert 0 <= 2 * self.stagger <= self.stages and self.band & (self.band - 1) == 0
+        assert self.warpgroup_m * self.tile_n <= 192 * 128, "at most 192 accumulator registers a thread"
+        assert self.lag in (0, 1) and self.band & (self.band - 1) == 0
         assert self.smem_bytes <= SMEM_LIMIT, self.smem_bytes
         assert self.registers <= REGISTER_FILE, self.registers
 
@@ -79,7 +78,7 @@ class Config:
     @property
     def warpgroup_m(self) -> int:
         """Rows of the tile one consumer warpgroup owns."""
-        return self.tile_m // CONSUMERS
+        return self.tile_m if self.pingpong else self.tile_m // CONSUMERS
 
     @property
     def chunks(self) -> int:
@@ -111,16 +110,13 @@ class Config:
     @property
     def empty_arrivals(self) -> int:
         """Arrivals that free a stage: one a consumer warp, from each CTA that shares a multicast with this one."""
-        return CONSUMERS * (WARPGROUP // 32) * (self.cluster_m + self.cluster_n - 1)
+        readers = 1 if self.pingpong else CONSUMERS
+        return readers * (WARPGROUP // 32) * (self.cluster_m + self.cluster_n - 1)
 
     @property
-    def stagger_from(self) -> int:
-        """k tiles from which a tile is staggered.
-
-        The first warpgroup may run `stages` k tiles ahead. From this length on it can't signal the next tile before
-        the second has met the signal of this one: k_tiles + stagger - 1 - stages >= 0.
-        """
-        return self.stages - self.stagger + 1
+    def whole_producer(self) -> bool:
+        """True where groups may need loads without TMA, which take the whole producer warpgroup."""
+        return self.a_written or self.b_written
 
     @property
     def a_written(self) -> bool:

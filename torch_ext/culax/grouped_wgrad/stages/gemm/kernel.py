@@ -83,7 +83,7 @@ def gemm(config: cutlass.Constexpr[Config], gmem: roles.Gmem, offs: cute.Tensor,
     pipeline.pipeline_init_wait(cluster_shape_mn=(config.cluster_m, config.cluster_n))
     if warp < facts.WARPGROUP // 32:
         cute.arch.setmaxregister_decrease(facts.PRODUCER_REGISTERS)
-        if warp == 0:
+        if warp == 0 or config.whole_producer:
             roles.load(config, gmem, smem, ab, space)
     else:
         cute.arch.setmaxregister_increase(facts.CONSUMER_REGISTERS)

@@ -9,7 +9,7 @@ from cutlass import Int32
 from cutlass.cute.nvgpu import cpasync, warpgroup
 
 from culax.grouped_wgrad.stages.gemm import layouts, schedule
-from culax.grouped_wgrad.stages.gemm.config import CONSUMERS, STORE_ROWS, WARPGROUP, Config
+from culax.grouped_wgrad.stages.gemm.config import STORE_ROWS, WARPGROUP, Config
 from culax.grouped_wgrad.stages.gemm.descriptors import descriptor
 from culax.grouped_wgrad.stages.gemm.unaligned import fill_nan, load_unaligned
 
@@ -62,22 +62,39 @@ def operand_view(config: Config, tensor: cute.Tensor, written: bool, begin: Int3
 
 @cute.jit
 def load(config: cutlass.Constexpr[Config], gmem: Gmem, smem: Smem, ab: Ring, space: schedule.Space):
-    """Producer warp: for each tile of this cluster, stream the group's A and B tiles through the ring."""
+    """Producer: for each tile of this cluster, stream the group's A and B tiles through the ring.
+
+    One warp issues TMA. Where a group cannot be read by TMA, the whole warpgroup loads it, so all its warps walk along.
+    """
     state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, config.stages)
+    warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
     index = cute.arch.block_idx()[1]
     while index < space.total:
         expert, row, column = schedule.locate(config, space, index)
         begin, length, k_tiles = group_tiles(config, smem, expert)
-        desc_a, desc_b = acquire_operands(config, gmem, expert)
-        if cutlass.const_expr(config.ragged):
-            if length % 8 == 0:
-                state = load_tile(config, gmem, smem, ab, state, (row, column, begin, length, k_tiles, desc_a, desc_b))
+        tile = row, column, begin, length, k_tiles
+        if cutlass.const_expr(config.whole_producer):
+            if aligned(config, begin, length):
+                if warp == 0:
+                    state = load_tile(config, gmem, smem, ab, state, tile, acquire_operands(config, gmem, expert))
+                else:
+                    state.advance(k_tiles)
             else:
-                state = load_unaligned(config, gmem, smem, ab, state, (row, column, begin, length, k_tiles))
+                state = load_unaligned(config, gmem, smem, ab, state, tile)
         else:
-            state = load_tile(config, gmem, smem, ab, state, (row, column, begin, length, k_tiles, desc_a, desc_b))
+            state = load_tile(config, gmem, smem, ab, state, tile, acquire_operands(config, gmem, expert))
         index += cute.arch.grid_dim()[1]
-    ab.producer_tail(state)
+    if warp == 0:
+        ab.producer_tail(state)
+
+
+@cute.jit
+def aligned(config: cutlass.Constexpr[Config], begin: Int32, length: Int32):
+    """Whether TMA can read a K-major group: 16-byte aligned in its rows, and a multiple of 16 bytes long."""
+    result = length % 8 == 0
+    if cutlass.const_expr(not config.ragged):
+        result = (begin | length) % 8 == 0
+    return result
 
 
 @cute.jit
@@ -102,9 +119,10 @@ def partition(atom: cute.CopyAtom, rank: Int32, ctas: int, shared: cute.Tensor, 
 
 
 @cute.jit
-def load_tile(config: cutlass.Constexpr[Config], gmem: Gmem, smem: Smem, ab: Ring, state, tile):
+def load_tile(config: cutlass.Constexpr[Config], gmem: Gmem, smem: Smem, ab: Ring, state, tile, descriptors):
     """All k tiles of one output tile by TMA; returns the pipeline state."""
-    row, column, begin, length, k_tiles, desc_a, desc_b = tile
+    row, column, begin, length, k_tiles = tile
+    desc_a, desc_b = descriptors
     rank = cute.arch.make_warp_uniform(cute.arch.block_idx_in_cluster())
     ctas = cute.make_layout((config.cluster_m, config.cluster_n, 1))
     coord = ctas.get_flat_coord(rank)
@@ -131,31 +149,55 @@ def load_tile(config: cutlass.Constexpr[Config], gmem: Gmem, smem: Smem, ab: Rin
     return state
 
 
+def consumer_index() -> Int32:
+    """Which consumer warpgroup this thread is in: 0 or 1."""
+    return cute.arch.make_warp_uniform(cute.arch.thread_idx()[0] // WARPGROUP) - 1
+
+
 @cute.jit
 def consume(config: cutlass.Constexpr[Config], gmem: Gmem, smem: Smem, ab: Ring, space: schedule.Space):
-    """Consumer warpgroup: accumulate its rows of each tile, then send them out chunk by chunk."""
-    warpgroup_index = cute.arch.make_warp_uniform(cute.arch.thread_idx()[0] // WARPGROUP) - 1
+    """Consumer warpgroup: accumulate its rows of each tile (pingpong: every second tile), then send them out."""
+    warpgroup_index = consumer_index()
     mma = layouts.tiled_mma(config)
     thread = mma.get_slice(0)
-    s_a = cute.local_tile(smem.a, (config.warpgroup_m, config.tile_k), (warpgroup_index, 0, None))
+    part = 0 if config.pingpong else warpgroup_index
+    s_a = cute.local_tile(smem.a, (config.warpgroup_m, config.tile_k), (part, 0, None))
     r_a = mma.make_fragment_A(thread.partition_A(s_a))
     r_b = mma.make_fragment_B(thread.partition_B(smem.b))
     acc = cute.make_rmem_tensor(mma.partition_shape_C((config.warpgroup_m, config.tile_n)), cutlass.Float32)
     state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, config.stages)
-    index = cute.arch.block_idx()[1]
+    index, turn = cute.arch.block_idx()[1], Int32(0)
     while index < space.total:
         expert, row, column = schedule.locate(config, space, index)
-        begin, length, k_tiles = group_tiles(config, smem, expert)
-        desc_c = acquire_output(config, gmem, expert)
-        if k_tiles > 0:
-            state = multiply(config, mma, (acc, r_a, r_b), ab, state, (warpgroup_index, k_tiles))
-            store(config, mma, acc, gmem, smem, (warpgroup_index, expert, row, column, desc_c))
-        elif cutlass.const_expr(not config.accumulate):
-            zeros = cute.make_rmem_tensor(acc.shape, cutlass.Float32)
-            zeros.fill(0.0)
-            store(config, mma, zeros, gmem, smem, (warpgroup_index, expert, row, column, desc_c))
+        _, _, k_tiles = group_tiles(config, smem, expert)
+        if cutlass.const_expr(config.pingpong):
+            if turn == warpgroup_index:
+                state = work(config, mma, (acc, r_a, r_b), gmem, smem, ab, state, (expert, row, column, k_tiles))
+            else:
+                state.advance(k_tiles)
+            turn = 1 - turn
+        else:
+            state = work(config, mma, (acc, r_a, r_b), gmem, smem, ab, state, (expert, row, column, k_tiles))
         index += cute.arch.grid_dim()[1]
     cute.arch.cp_async_bulk_wait_group(0)
+
+
+@cute.jit
+def work(
+    config: cutlass.Constexpr[Config], mma: cute.TiledMma, operands, gmem: Gmem, smem: Smem, ab: Ring, state, tile
+):
+    """One warpgroup's part of one tile: products, then the store; zeros where an expert has no tokens."""
+    expert, row, column, k_tiles = tile
+    acc = operands[0]
+    desc_c = acquire_output(config, gmem, expert)
+    if k_tiles > 0:
+        state = multiply(config, mma, operands, ab, state, k_tiles)
+        store(config, mma, acc, gmem, smem, (expert, row, column, desc_c))
+    elif cutlass.const_expr(not config.accumulate):
+        zeros = cute.make_rmem_tensor(acc.shape, cutlass.Float32)
+        zeros.fill(0.0)
+        store(config, mma, zeros, gmem, smem, (expert, row, column, desc_c))
+    return state
 
 
 @cute.jit
@@ -170,17 +212,9 @@ def acquire_output(config: cutlass.Constexpr[Config], gmem: Gmem, expert: Int32)
 
 
 @cute.jit
-def multiply(config: cutlass.Constexpr[Config], mma: cute.TiledMma, operands, ab: Ring, state, work):
-    """acc = sum over k > 0 tiles; a stage is released once the WGMMA group that reads it has completed.
-
-    With stagger > 0 the second warpgroup starts a tile that many k tiles behind the first, so that one's epilogue
-    runs under the other's products.
-    """
+def multiply(config: cutlass.Constexpr[Config], mma: cute.TiledMma, operands, ab: Ring, state, k_tiles: Int32):
+    """acc = sum over k > 0 tiles; a stage is released once the WGMMA group that reads it has completed."""
     acc, r_a, r_b = operands
-    warpgroup_index, k_tiles = work
-    if cutlass.const_expr(config.stagger > 0):
-        if warpgroup_index == 1 and k_tiles >= config.stagger_from:
-            cute.arch.barrier(barrier_id=1 + CONSUMERS, number_of_threads=CONSUMERS * WARPGROUP)
     behind = state.clone()
     for k in cutlass.range(k_tiles, unroll=1):
         ab.consumer_wait(state)
@@ -194,10 +228,6 @@ def multiply(config: cutlass.Constexpr[Config], mma: cute.TiledMma, operands, ab
             cute.gemm(atom, acc, r_a[None, None, block, state.index], r_b[None, None, block, state.index], acc)
             atom.set(warpgroup.Field.ACCUMULATE, True)
         warpgroup.commit_group()
-        if cutlass.const_expr(config.stagger > 0):
-            if k == config.stagger - 1 and warpgroup_index == 0:
-                if k_tiles >= config.stagger_from:
-                    cute.arch.barrier_arrive(barrier_id=1 + CONSUMERS, number_of_threads=CONSUMERS * WARPGROUP)
         warpgroup.wait_group(config.lag)
         if cutlass.const_expr(config.fault != "early_release"):
             if k >= config.lag:
@@ -217,8 +247,9 @@ def store(config: cutlass.Constexpr[Config], mma: cute.TiledMma, acc: cute.Tenso
     With S = epi_stages >= 2 one warpgroup barrier a chunk is enough: the storing warp lets at most S - 2 older
     stores keep reading shared memory before it meets that barrier, so the buffer two chunks ahead is free.
     """
-    warpgroup_index, expert, row, column, desc_c = tile
+    expert, row, column, desc_c = tile
     tid = cute.arch.thread_idx()[0] % WARPGROUP
+    warpgroup_index = consumer_index()
     storing = cute.arch.make_warp_uniform(tid // 32) == 0
     out = layouts.DTYPES[config.out_dtype]
     copy = layouts.register_to_shared(config, mma)
@@ -232,7 +263,9 @@ def store(config: cutlass.Constexpr[Config], mma: cute.TiledMma, acc: cute.Tenso
     m_c = gmem.c if config.discrete else gmem.c[None, None, expert]
     g_c = cute.local_tile(m_c, (STORE_ROWS, config.epi_n), (None, None))
     t_cs, t_cg = partition(gmem.tma_c, 0, 1, smem.c, g_c)
-    row_block = (row * CONSUMERS + warpgroup_index) * (config.warpgroup_m // STORE_ROWS)
+    row_block = row * (config.tile_m // STORE_ROWS)
+    if cutlass.const_expr(not config.pingpong):
+        row_block += warpgroup_index * (config.warpgroup_m // STORE_ROWS)
     columns = config.tile_n // config.epi_n
     for chunk in cutlass.range_constexpr(config.chunks):
         buffer = warpgroup_index * config.epi_stages + chunk % config.epi_stages

@@ -1,49 +1,60 @@
-"""Loads without TMA, for expert-major groups whose length is no multiple of 8, and stage poisoning for tests."""
+"""Loads without TMA, for K-major groups that are not 16-byte aligned, and stage poisoning for tests."""
 
 import cutlass
 import cutlass.cute as cute
 import cutlass.pipeline as pipeline
 from cutlass import Int32, Int64
 
-from culax.grouped_wgrad.stages.gemm.config import Config
+from culax.grouped_wgrad.stages.gemm.config import CONSUMERS, WARPGROUP, Config
+
+PRODUCER_BARRIER = 1 + CONSUMERS
+
+
+def group_view(config: Config, plain: cute.Tensor, begin: Int32, length: Int32) -> cute.Tensor:
+    """One group's operand (X, tokens) in memory."""
+    if config.ragged:
+        start = plain.iterator + Int64(begin) * plain.shape[0]
+        return cute.make_tensor(start, cute.make_layout((plain.shape[0], length), stride=(Int64(length), 1)))
+    return cute.domain_offset((0, begin), plain)
 
 
 @cute.jit
-def fill(tensor: cute.Tensor, source: cute.Tensor, first: Int32, part):
-    """One warp: tensor (X, tile_k) in shared memory from rows `first`.. of one group's block, at its tokens `start`..
+def fill(target: cute.Tensor, group: cute.Tensor, first: Int32, start: Int32, length: Int32):
+    """The producer warpgroup: target (X, tile_k) in shared memory = rows `first`.. and tokens `start`.. of a group.
 
-    source (X, T) only lends pointer and rows: element (x, t) of a group that begins at token b and has k is at
-    b * X + x * k + t. Rows past X and tokens past k become zeros.
+    Rows past X and tokens past `length` become zeros; what is there is not read.
     """
-    begin, length, start = part
-    rows = source.shape[0]
-    base = Int64(begin) * rows
-    count: cutlass.Constexpr = cute.size(tensor)
-    width: cutlass.Constexpr = cute.size(tensor, mode=[1])
-    for i in cutlass.range(cute.arch.lane_idx(), count, 32, unroll=1):
+    rows = group.shape[0]
+    width: cutlass.Constexpr = cute.size(target, mode=[1])
+    for i in cutlass.range(cute.arch.thread_idx()[0], cute.size(target), WARPGROUP, unroll=8):
         x = i // width
         t = i - x * width
-        value = tensor.element_type(0)
-        if first + x < rows:
-            if start + t < length:
-                element = source.iterator + base + Int64(first + x) * length + start + t
-                value = cute.make_tensor(element, cute.make_layout(1))[0]
-        tensor[x, t] = value
+        value = group[cutlass.min(first + x, rows - 1), cutlass.min(start + t, length - 1)]
+        if first + x >= rows or start + t >= length:
+            value = target.element_type(0)
+        target[x, t] = value
 
 
 @cute.jit
 def load_unaligned(config: cutlass.Constexpr[Config], gmem, smem, ab: pipeline.PipelineTmaAsync, state, tile):
-    """As roles.load_tile, with ordinary loads: the full barrier is then a plain arrival without a byte count."""
+    """As roles.load_tile, with ordinary loads by all warps: the full barrier is then an arrival without a byte count.
+
+    Only warp 0 waits for the stage: the others may be several rounds ahead of it, where a parity means nothing.
+    """
     row, column, begin, length, k_tiles = tile
+    g_a, g_b = (group_view(config, plain, begin, length) for plain in (gmem.a_plain, gmem.b_plain))
+    loading = cute.arch.make_warp_uniform(cute.arch.warp_idx()) == 0
     for k in cutlass.range(k_tiles, unroll=1):
-        ab.sync_object_empty.wait(state.index, state.phase)
-        part = begin, length, k * config.tile_k
-        fill(smem.a[None, None, state.index], gmem.a_plain, row * config.tile_m, part)
-        fill(smem.b[None, None, state.index], gmem.b_plain, column * config.tile_n, part)
+        if loading:
+            ab.sync_object_empty.wait(state.index, state.phase)
+        cute.arch.barrier(barrier_id=PRODUCER_BARRIER, number_of_threads=WARPGROUP)
+        fill(smem.a[None, None, state.index], g_a, row * config.tile_m, k * config.tile_k, length)
+        fill(smem.b[None, None, state.index], g_b, column * config.tile_n, k * config.tile_k, length)
         cute.arch.fence_proxy("async.shared", space="cta")
-        cute.arch.sync_warp()
-        with cute.arch.elect_one():
-            cute.arch.mbarrier_arrive(ab.producer_get_barrier(state))
+        cute.arch.barrier(barrier_id=PRODUCER_BARRIER, number_of_threads=WARPGROUP)
+        if loading:
+            with cute.arch.elect_one():
+                cute.arch.mbarrier_arrive(ab.producer_get_barrier(state))
         state.advance()
     return state
 
