@@ -172,6 +172,14 @@ def compiled(layer: GroupedLinear, backend: str, dynamic: bool | None = None) ->
     return torch.compile(layer, fullgraph=True, backend=backend, dynamic=dynamic)
 
 
+def test_private_ops_pass_opcheck() -> None:
+    layer, x = layer_and_input(accumulate_main_grad=True)
+    weight, main_grad, offs = layer.weight.detach().clone().requires_grad_(), layer.main_grad, end_offsets()
+    torch.library.opcheck(torch.ops.culax._grouped_mm_main_grad.default, (x, weight, offs, main_grad))
+    dy = torch.randn(TOKENS, OUT, dtype=torch.float64)
+    torch.library.opcheck(torch.ops.culax._grouped_wgrad_main_grad.default, (main_grad, x.detach(), dy, offs))
+
+
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 @pytest.mark.parametrize("bias", [False, True], ids=["plain", "bias"])
 @pytest.mark.parametrize("accumulate", [False, True], ids=["grad", "main_grad"])
