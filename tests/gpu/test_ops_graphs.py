@@ -54,7 +54,7 @@ def test_hundred_replays(name: str, calls: dict) -> None:
 
 @pytest.mark.parametrize("path", ["kernel", "torch"])
 def test_replay_with_changed_inputs(path: str) -> None:
-    """New values and new cu_seqlens written in place; a larger eager call and another graph of the same pool between."""
+    """New values and cu_seqlens written in place; a larger eager call and a second graph of the pool in between."""
     make = ops_cases.kernel_kda if path == "kernel" else ops_cases.torch_kda
     case, other = make(tokens=130, lengths=(1, 0, 64, 65)), make(tokens=130, lengths=(60, 5, 0, 60))
     gradients = lambda: case.backward(case.v, case.initial_state)  # noqa: E731
