@@ -1,0 +1,141 @@
+"""What runs where, with a reason; explain and warmup; the cost of a call before any work is done."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+import culax
+from culax import dispatch
+from culax.grouped_wgrad import checks as grouped_checks
+from culax.kda import checks as kda_checks
+from culax.runtime import arch, load
+from tests.ops import cases
+
+OPS = torch.ops.culax
+CUDA = torch.device("cuda", 0)
+
+
+def kda_problem(**keywords: Any) -> Any:
+    case = cases.kda(**{"tokens": 5, "dtype": torch.bfloat16, "sizes": (2, 2, 64, 64)} | keywords)
+    arguments = (case.v, None, *case.arguments[:5], None, None, *case.arguments[5:])
+    return dataclasses.replace(kda_checks.build("kda_bwd", arguments), device_type="cuda")
+
+
+def wgrad_problem(dtype: torch.dtype = torch.bfloat16, m: int = 64) -> Any:
+    arguments = (*cases.wgrad(m=m, n=64, dtype=dtype), None, None, None, None, "padded", "2d", None)
+    return dataclasses.replace(grouped_checks.build_wgrad("grouped_wgrad", arguments), device_type="cuda")
+
+
+def product_problem(dtype: torch.dtype = torch.bfloat16, k: int = 64, tokens: int = 70) -> Any:
+    arguments = (cases.normal(1, tokens, k, dtype=dtype), cases.normal(2, 4, k, 64, dtype=dtype), torch.zeros(4).int())
+    return dataclasses.replace(grouped_checks.build_mm("grouped_mm", arguments), device_type="cuda")
+
+
+@pytest.fixture
+def hopper(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A CUDA device of compute capability 9.0 with every kernel built, as far as dispatch can see."""
+    monkeypatch.setattr(arch, "arch_of", lambda device: "sm_90a")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
+    monkeypatch.setattr(load, "availability", lambda variant: load.Availability("built", ""))
+
+
+@pytest.mark.parametrize(
+    "make, backend, reason",
+    [
+        (lambda: kda_problem(), "cutedsl", "sm_90a"),
+        (lambda: kda_problem(dtype=torch.float32), "reference", "float32"),
+        (lambda: kda_problem(sizes=(2, 2, 32, 64)), "reference", "32"),
+        (lambda: wgrad_problem(), "cutedsl", "sm_90a"),
+        (lambda: wgrad_problem(torch.float32), "reference", "float32"),
+        (lambda: wgrad_problem(m=60), "reference", "60"),
+        (lambda: product_problem(), "torch", "bfloat16"),
+        (lambda: product_problem(torch.float16), "reference", "float16"),
+        (lambda: product_problem(k=60), "reference", "16-byte"),
+        (lambda: product_problem(tokens=0), "reference", "empty"),
+    ],
+    ids=["kda", "kda_fp32", "kda_k32", "wgrad", "wgrad_fp32", "wgrad_m60", "mm", "mm_fp16", "mm_k60", "mm_t0"],
+)
+def test_choice_on_hopper(make: Callable[[], Any], backend: str, reason: str, hopper: None) -> None:
+    choice = dispatch.choose(make(), CUDA)
+    assert choice.backend == backend and reason in choice.reason
+    assert (choice.plan is not None) == (backend == "cutedsl") == (choice.built == "built")
+
+
+@pytest.mark.parametrize("make", [kda_problem, wgrad_problem, product_problem], ids=["kda", "wgrad", "mm"])
+def test_other_capabilities(make: Callable[[], Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(arch, "arch_of", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (8, 6))
+    choice = dispatch.choose(make(), CUDA)
+    assert choice.backend == "reference" and "8.6" in choice.reason
+
+
+def test_missing_kernels_fall_back(hopper: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(load, "availability", lambda variant: load.Availability(None, "neither built nor compilable"))
+    choice = dispatch.choose(wgrad_problem(), CUDA)
+    assert (choice.backend, choice.reason) == ("reference", "neither built nor compilable")
+
+
+def test_explain_on_the_cpu() -> None:
+    case, (mat_a, mat_b, offs) = cases.kda(tokens=5), cases.wgrad()
+    for op in ("kda_fwd", "culax::kda_fwd", OPS.kda_fwd, OPS.kda_fwd.default):
+        found = culax.explain(op, *case.arguments[:5])
+        assert (found.op, found.backend, found.variant, found.built) == ("kda_fwd", "reference", "", "")
+    text = "culax::grouped_wgrad_out -> reference: tensors on cpu take the torch path; kernels need a CUDA device"
+    assert str(culax.explain(OPS.grouped_wgrad_out, torch.zeros(4, 6, 5), mat_a, mat_b, offs, accumulate=True)) == text
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        found.backend = "cutedsl"  # type: ignore[misc]
+
+
+def test_explain_names_kernels(hopper: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    metas = [tensor.to("meta") for tensor in cases.wgrad(m=64, n=64, dtype=torch.bfloat16)]
+    found = culax.explain("grouped_wgrad", *metas)
+    assert (found.backend, found.built) == ("cutedsl", "built")
+    assert f"[{found.variant}; built]" in str(found) and found.variant
+
+
+def test_warmup_of_the_reference_does_nothing() -> None:
+    mat_a, mat_b, offs = cases.wgrad()
+    assert culax.warmup(OPS.grouped_wgrad, mat_a, mat_b, offs) == culax.explain("grouped_wgrad", mat_a, mat_b, offs)
+    metas = [tensor.to("meta") for tensor in (mat_a, mat_b, offs)]
+    assert culax.warmup("grouped_wgrad", *metas).backend == "reference"
+
+
+def seconds_a_call(call: Callable[[], Any]) -> float:
+    best = float("inf")
+    for _ in range(30):
+        start = time.perf_counter()
+        for _ in range(100):
+            call()
+        best = min(best, (time.perf_counter() - start) / 100)
+    return best
+
+
+def overhead(name: str, monkeypatch: pytest.MonkeyPatch) -> float:
+    """Seconds of one eager call without grads beyond the reference's own work, which is stubbed out."""
+    import culax.grouped_wgrad.api as grouped_api
+    import culax.kda.api as kda_api
+
+    mat_a, mat_b, offs = cases.wgrad()
+    case = cases.kda(tokens=70, dtype=torch.float32)
+    o, final_state, Aqk, Akk = case.forward()
+    arguments = (o, final_state, *case.arguments[:5], Aqk, Akk, *case.arguments[5:])
+    gradients, product = OPS.kda_bwd(*arguments), OPS.grouped_wgrad(mat_a, mat_b, offs)
+    monkeypatch.setattr(grouped_api.reference, "grouped_wgrad", lambda *_: product)
+    monkeypatch.setattr(kda_api.kda_chunked, "backward", lambda *_: gradients)
+    with torch.no_grad():
+        if name == "kda_bwd":
+            return seconds_a_call(lambda: OPS.kda_bwd(*arguments))
+        return seconds_a_call(lambda: OPS.grouped_wgrad(mat_a, mat_b, offs))
+
+
+@pytest.mark.parametrize("name, budget", [("grouped_wgrad", 50e-6), ("kda_bwd", 120e-6)])
+def test_overhead_of_a_call(name: str, budget: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A guard against checks that grow with every call; the bound leaves room for a busy machine."""
+    assert overhead(name, monkeypatch) < budget
