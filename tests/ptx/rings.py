@@ -2,8 +2,8 @@
 
 Producer threads tell which barrier guards which bytes: what they wait on before a TMA load is the stage's empty
 barrier, what the load signals is its full barrier. Consumer threads must wait on the full barrier before a wgmma reads
-those bytes, must not arrive at the empty barrier while a wgmma that reads them may be in flight, and must arrive at it before
-they wait for the same stage's next filling.
+those bytes, must not arrive at the empty barrier while a wgmma that reads them may be in flight, and must arrive at it
+before they wait for the same stage's next filling.
 """
 
 from __future__ import annotations
@@ -210,6 +210,8 @@ class _Rings:
 
     def check(self) -> list[Finding]:
         producers, consumers = self.roles()
+        if not producers or not consumers:
+            raise NotFollowed("no thread is seen to reach a TMA load, or none a wgmma")
         # In a cluster each block loads its share of a stage for all: the shares of two blocks bound the regions well.
         multicast = any("multicast" in instruction.op for instruction in self.kernel.instructions)
         for rank in range(2 if multicast else 1):

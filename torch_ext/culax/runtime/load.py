@@ -110,6 +110,10 @@ class Loader:
             known = self._availability[variant] = self._find_out(variant)
         return known
 
+    def loaded(self) -> tuple[Kernel, ...]:
+        """Kernels handed out so far; a `warm` one has been called."""
+        return tuple(self._kernels.values())
+
     def _built(self, variant: Variant) -> Path | str:
         directory = self._aot / variant.arch
         if variant.arch not in self._manifests:
@@ -167,3 +171,4 @@ def _cache_directory() -> Path:
 _loader = Loader(build.AOT, _cache_directory())
 get = _loader.get
 availability = _loader.availability
+loaded = _loader.loaded
