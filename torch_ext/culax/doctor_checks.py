@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import cast
 
 import torch
 import torch.nn.functional as F
@@ -249,10 +250,10 @@ def _runner(mode: str, function: Function, example: Data, device: torch.device) 
     if mode == "eager":
         return _direct(function, device)
     if mode == "torch.compile":
-        return _direct(torch.compile(function, fullgraph=True), device)
+        return _direct(cast(Function, torch.compile(function, fullgraph=True)), device)
     if mode == "CUDA graph":
         return _captured(function, example, device)
-    return _direct(torch.cuda.make_graphed_callables(function, _leaves(example.inputs)), device)
+    return _direct(cast(Function, torch.cuda.make_graphed_callables(function, _leaves(example.inputs))), device)
 
 
 def _worst(got: Sequence[Tensor], truth: dict[str, Tensor], groups: Callable[[str], int]) -> tuple[float, str]:
