@@ -1,0 +1,45 @@
+"""Faults planted into the PTX of shipped kernels: every single one is reported."""
+
+from __future__ import annotations
+
+import pytest
+
+from culax.runtime.variants import enumerate_variants
+from tests.ptx import faults
+from tests.ptx.check import check_text
+from tests.ptx.conftest import Builds
+
+pytestmark = pytest.mark.timeout(3600)
+
+# Kernels that between them have every kind of instruction whose loss must show.
+NAMES = ("wgrad_bf16_bf16_mn_mn_list_sm90", "wgrad_bf16_bf16_ragged_list_sm90")
+KINDS = (
+    "drop-acquire",
+    "drop-descriptor-release",
+    "drop-stage-release",
+    "drop-barrier-wait",
+    "drop-wait",
+    "weaken-wait",
+    "swap-release-and-wait",
+)
+
+
+@pytest.fixture(scope="module")
+def planted(builds: Builds) -> dict[tuple[str, str], list[faults.Fault]]:
+    variants = {variant.name: variant for variant in enumerate_variants("sm_90a")}
+    found: dict[tuple[str, str], list[faults.Fault]] = {}
+    for name in NAMES:
+        for fault in faults.planted(builds.get(variants[name]).ptx):
+            found.setdefault((name, fault.kind), []).append(fault)
+    return found
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", NAMES)
+def test_every_planted_fault_is_reported(planted, name: str, kind: str) -> None:
+    assert planted[name, kind]
+    assert [fault.name for fault in planted[name, kind] if not check_text(fault.source)] == []
+
+
+def test_every_kind_of_fault_is_planted(planted) -> None:
+    assert {kind for _, kind in planted} == set(KINDS)
