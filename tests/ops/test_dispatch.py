@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -48,7 +49,6 @@ def hopper(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     "make, backend, reason",
     [
-        (lambda: kda_problem(), "cutedsl", "sm_90a"),
         (lambda: kda_problem(dtype=torch.float32), "reference", "float32"),
         (lambda: kda_problem(sizes=(2, 2, 32, 64)), "reference", "32"),
         (lambda: wgrad_problem(), "cutedsl", "sm_90a"),
@@ -59,12 +59,25 @@ def hopper(monkeypatch: pytest.MonkeyPatch) -> None:
         (lambda: product_problem(k=60), "reference", "16-byte"),
         (lambda: product_problem(tokens=0), "reference", "empty"),
     ],
-    ids=["kda", "kda_fp32", "kda_k32", "wgrad", "wgrad_fp32", "wgrad_m60", "mm", "mm_fp16", "mm_k60", "mm_t0"],
+    ids=["kda_fp32", "kda_k32", "wgrad", "wgrad_fp32", "wgrad_m60", "mm", "mm_fp16", "mm_k60", "mm_t0"],
 )
 def test_choice_on_hopper(make: Callable[[], Any], backend: str, reason: str, hopper: None) -> None:
     choice = dispatch.choose(make(), CUDA)
     assert choice.backend == backend and reason in choice.reason
     assert (choice.plan is not None) == (backend == "cutedsl") == (choice.built == "built")
+
+
+def test_plans_with_several_kernels(hopper: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One kernel that has to be compiled makes the whole plan `jit`; one that can't be had rules it out."""
+    stages = SimpleNamespace(variants=(SimpleNamespace(name="prep"), SimpleNamespace(name="scan")))
+    monkeypatch.setattr("culax.kda.plan.plan", lambda problem, architecture: stages)
+    how = {"prep": "built", "scan": "jit"}
+    monkeypatch.setattr(load, "availability", lambda variant: load.Availability(how[variant.name], "no compiler"))
+    choice = dispatch.choose(kda_problem(), CUDA)
+    assert (choice.backend, choice.plan, choice.built) == ("cutedsl", stages, "jit")
+    how["scan"] = None  # type: ignore[assignment]
+    choice = dispatch.choose(kda_problem(), CUDA)
+    assert (choice.backend, choice.reason) == ("reference", "no compiler")
 
 
 @pytest.mark.parametrize("make", [kda_problem, wgrad_problem, product_problem], ids=["kda", "wgrad", "mm"])
@@ -108,12 +121,13 @@ def test_warmup_of_the_reference_does_nothing() -> None:
 
 
 def seconds_a_call(call: Callable[[], Any]) -> float:
+    """CPU seconds, the best of 30 runs."""
     best = float("inf")
     for _ in range(30):
-        start = time.perf_counter()
+        start = time.process_time()
         for _ in range(100):
             call()
-        best = min(best, (time.perf_counter() - start) / 100)
+        best = min(best, (time.process_time() - start) / 100)
     return best
 
 
@@ -135,7 +149,7 @@ def overhead(name: str, monkeypatch: pytest.MonkeyPatch) -> float:
         return seconds_a_call(lambda: OPS.grouped_wgrad(mat_a, mat_b, offs))
 
 
-@pytest.mark.parametrize("name, budget", [("grouped_wgrad", 50e-6), ("kda_bwd", 120e-6)])
+@pytest.mark.parametrize("name, budget", [("grouped_wgrad", 40e-6), ("kda_bwd", 60e-6)])
 def test_overhead_of_a_call(name: str, budget: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A guard against checks that grow with every call; the bound leaves room for a busy machine."""
+    """CPU time, a guard against checks that grow: 16 and 20 us were measured, on a machine with other work."""
     assert overhead(name, monkeypatch) < budget

@@ -96,22 +96,25 @@ def _tensors(arguments: tuple) -> Iterator[tuple[int, Tensor]]:
 
 def _refuse_tangents(name: str, arguments: tuple) -> None:
     """Forward-mode derivatives would be dropped without a word: raise instead."""
-    if forward_ad._current_level >= 0 and any(
-        forward_ad.unpack_dual(tensor).tangent is not None for _, tensor in _tensors(arguments)
-    ):
+    if any(forward_ad.unpack_dual(tensor).tangent is not None for _, tensor in _tensors(arguments)):
         raise NotImplementedError(f"{name}: no forward-mode derivative (torch.func.jvp, forward_ad); {FUNC_GRAD_NOTE}")
 
 
 def _differentiable(name: str) -> Callable[..., Any]:
     """The Autograd kernel of an op with a gradient formula; functional transforms raise with a message that helps."""
     setup, backward = gradients.FORMULAS[name]
-    kernel = make_autograd_impl(overload(name), Info(backward, setup))
+    op = overload(name)
+    recording = make_autograd_impl(op, Info(backward, setup))
+    below = torch._C._after_autograd_keyset
 
     def guarded(keyset: torch._C.DispatchKeySet, *arguments: Any) -> Any:
-        _refuse_tangents(name, arguments)
-        if torch._C._functorch.maybe_current_level() is not None and torch._C._any_requires_grad(*arguments):
-            raise NotImplementedError(f"{name}: no torch.func.grad; {FUNC_GRAD_NOTE}")
-        return kernel(keyset, *arguments)
+        if forward_ad._current_level >= 0:
+            _refuse_tangents(name, arguments)
+        if torch.is_grad_enabled() and torch._C._any_requires_grad(*arguments):
+            if torch._C._functorch.maybe_current_level() is not None:
+                raise NotImplementedError(f"{name}: no torch.func.grad; {FUNC_GRAD_NOTE}")
+            return recording(keyset, *arguments)
+        return op.redispatch(keyset & below, *arguments)
 
     return guarded
 
@@ -122,14 +125,14 @@ def _refusing_gradients(name: str) -> Callable[..., None]:
     names = [argument.name for argument in op._schema.arguments]
 
     def kernel(keyset: torch._C.DispatchKeySet, *arguments: Any) -> None:
-        _refuse_tangents(name, arguments)
+        if forward_ad._current_level >= 0:
+            _refuse_tangents(name, arguments)
         if torch.is_grad_enabled():
             for position, tensor in _tensors(arguments):
                 if tensor.requires_grad:
                     expected = "no requires_grad in grad mode, as the op writes in place (grouped_wgrad has gradients)"
                     raise checks.bad(name, names[position], expected, "requires_grad=True")
-        with torch._C._AutoDispatchBelowAutograd():
-            op.redispatch(keyset & torch._C._after_autograd_keyset, *arguments)
+        op.redispatch(keyset & torch._C._after_autograd_keyset, *arguments)
 
     return kernel
 
