@@ -22,20 +22,24 @@ OPS = torch.ops.culax
 CUDA = torch.device("cuda", 0)
 
 
+def problem_on_cuda(problem: Any) -> Any:
+    return dataclasses.replace(problem, device_type="cuda")
+
+
 def kda_problem(**keywords: Any) -> Any:
     case = cases.kda(**{"tokens": 5, "dtype": torch.bfloat16, "sizes": (2, 2, 64, 64)} | keywords)
     arguments = (case.v, None, *case.arguments[:5], None, None, *case.arguments[5:])
-    return dataclasses.replace(kda_checks.build("kda_bwd", arguments), device_type="cuda")
+    return problem_on_cuda(kda_checks.build("kda_bwd", arguments))
 
 
 def wgrad_problem(dtype: torch.dtype = torch.bfloat16, m: int = 64) -> Any:
     arguments = (*cases.wgrad(m=m, n=64, dtype=dtype), None, None, None, None, "padded", "2d", None)
-    return dataclasses.replace(grouped_checks.build_wgrad("grouped_wgrad", arguments), device_type="cuda")
+    return problem_on_cuda(grouped_checks.build_wgrad("grouped_wgrad", arguments))
 
 
 def product_problem(dtype: torch.dtype = torch.bfloat16, k: int = 64, tokens: int = 70) -> Any:
     arguments = (cases.normal(1, tokens, k, dtype=dtype), cases.normal(2, 4, k, 64, dtype=dtype), torch.zeros(4).int())
-    return dataclasses.replace(grouped_checks.build_mm("grouped_mm", arguments), device_type="cuda")
+    return problem_on_cuda(grouped_checks.build_mm("grouped_mm", arguments))
 
 
 @pytest.fixture
@@ -86,6 +90,14 @@ def test_other_capabilities(make: Callable[[], Any], monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (8, 6))
     choice = dispatch.choose(make(), CUDA)
     assert choice.backend == "reference" and "8.6" in choice.reason
+
+
+@pytest.mark.parametrize("stride", [64, 65, 1, 0])
+def test_torch_product_of_one_row(stride: int, hopper: None) -> None:
+    """A size-1 dimension may come with any stride; torch's kernel refuses some of them."""
+    x = torch.zeros(100, dtype=torch.bfloat16).as_strided((1, 64), (stride, 1))
+    problem = grouped_checks.build_mm("grouped_mm", (x, cases.normal(2, 1, 64, 64).bfloat16(), torch.ones(1).int()))
+    assert dispatch.choose(problem_on_cuda(problem), CUDA).backend == ("torch" if stride == 64 else "reference")
 
 
 def test_missing_kernels_fall_back(hopper: None, monkeypatch: pytest.MonkeyPatch) -> None:

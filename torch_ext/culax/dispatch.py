@@ -6,14 +6,18 @@ import importlib
 import importlib.util
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar, Protocol
 
 import torch
 
-from .grouped_wgrad.problem import GroupedMmProblem, WgradProblem
-from .kda.problem import KdaProblem
 
-Problem = KdaProblem | WgradProblem | GroupedMmProblem
+class Problem(Protocol):
+    """What all problems have: the package that plans them, and where their tensors are."""
+
+    family: ClassVar[str]
+
+    @property
+    def device_type(self) -> str: ...
 
 
 @dataclass(frozen=True)
@@ -35,7 +39,7 @@ def choose(problem: Problem, device: torch.device) -> Choice:
     """Choose the backend for ``problem`` on ``device``. Never compiles, never synchronises."""
     if device.type != "cuda":
         return Choice("reference", f"tensors on {device.type} take the torch path; kernels need a CUDA device")
-    if isinstance(problem, GroupedMmProblem):
+    if problem.family == "grouped_mm":
         return _choose_product(problem, device)
     return _choose_kernel(problem, device)
 
@@ -68,20 +72,10 @@ def _choose_kernel(problem: Problem, device: torch.device) -> Choice:
     return Choice("cutedsl", f"{architecture} kernel", plan, built)
 
 
-def _choose_product(problem: GroupedMmProblem, device: torch.device) -> Choice:
-    """torch's grouped_mm, only where it runs a kernel of its own: elsewhere its fallback synchronises."""
-    if problem.dtype is not torch.bfloat16:
-        return Choice("reference", f"torch.nn.functional.grouped_mm has kernels for bfloat16 only, not {problem.dtype}")
-    major, minor = torch.cuda.get_device_capability(device)
-    if major < 9:
-        return Choice("reference", f"compute capability {major}.{minor}: torch's grouped product needs 9.0")
-    if not (problem.tokens and problem.k and problem.n and problem.experts):
-        return Choice("reference", "an empty operand")
-    for name, strides in (("x", problem.x_strides), ("weight", problem.weight_strides[1:])):
-        if 1 not in strides or any(stride % 8 for stride in strides if stride != 1):
-            return Choice("reference", f"`{name}` has strides {strides}: torch's kernel needs 16-byte ones, one dense")
-    if problem.weight_strides[0] % 8:
-        return Choice("reference", "`weight` has an expert stride that is not a multiple of 16 bytes")
+def _choose_product(problem: Any, device: torch.device) -> Choice:
+    refusal = problem.refused_by_torch(torch.cuda.get_device_capability(device))
+    if refusal:
+        return Choice("reference", refusal)
     return Choice("torch", "bfloat16 on compute capability 9.0 or later, 16-byte strides")
 
 

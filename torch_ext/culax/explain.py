@@ -86,7 +86,7 @@ def _device(arguments: tuple) -> torch.device:
 def _choose(name: str, inputs: tuple, others: dict[str, Any]) -> tuple[dispatch.Choice, torch.device]:
     arguments = _bind(name, inputs, others)
     device = _device(arguments)
-    problem = _BUILD[name](name, arguments)
+    problem: Any = _BUILD[name](name, arguments)
     if device.type == "meta":
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         problem = replace(problem, device_type=device.type)

@@ -235,8 +235,8 @@ def build_mm(op: str, arguments: tuple) -> GroupedMmProblem:
         n=n,
         experts=experts,
         dtype=x.dtype,
-        x_strides=_canonical_strides(x),
-        weight_strides=_canonical_strides(weight),
+        x_strides=x.stride(),
+        weight_strides=weight.stride(),
         device_type=x.device.type,
     )
 

@@ -35,6 +35,13 @@ class WgradProblem:
     device_type: str
 
 
+def _aligned(strides: tuple[int, ...], sizes: tuple[int, int]) -> bool:
+    """Whether a bf16 matrix is row- or column-major with a pitch of 16 bytes, as torch's kernel wants it."""
+    (outer, inner), (rows, columns) = strides, sizes
+    row_major = inner == 1 and outer >= columns and outer % 8 == 0
+    return row_major or (outer == 1 and inner >= rows and inner % 8 == 0)
+
+
 @dataclass(frozen=True)
 class GroupedMmProblem:
     """Sizes, dtype and strides of one grouped product of (tokens, k) rows with (experts, k, n) weights."""
@@ -49,3 +56,17 @@ class GroupedMmProblem:
     x_strides: tuple[int, ...]
     weight_strides: tuple[int, ...]
     device_type: str
+
+    def refused_by_torch(self, capability: tuple[int, int]) -> str:
+        """Why torch's grouped product has no kernel of its own here (its fallback synchronises); empty where it has."""
+        if self.dtype is not torch.bfloat16:
+            return f"torch.nn.functional.grouped_mm has kernels for bfloat16 only, not {self.dtype}"
+        if capability[0] < 9:
+            return f"compute capability {capability[0]}.{capability[1]}: torch's grouped product needs 9.0"
+        if not (self.tokens and self.k and self.n and self.experts):
+            return "an empty operand"
+        sides = (("x", self.x_strides, (self.tokens, self.k)), ("weight", self.weight_strides[1:], (self.k, self.n)))
+        for name, strides, sizes in sides:
+            if not _aligned(strides, sizes) or (name == "weight" and self.weight_strides[0] % 8):
+                return f"`{name}` has strides {strides}: torch's kernel needs 16-byte ones, one dimension dense"
+        return ""
