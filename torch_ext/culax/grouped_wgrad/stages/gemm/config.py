@@ -31,10 +31,8 @@ class Config:
     discrete: one output tensor an expert, reached through descriptors written on the device.
     accumulate: fp32 reduce-add into the output instead of a store.
     stages: operand pipeline depth. epi_n, epi_stages: columns of one epilogue chunk, chunks in flight a warpgroup.
-    pingpong: the warpgroups take whole tiles in turn, one storing while the other multiplies; else half a tile each.
-    lag: WGMMA groups left in flight when a stage is released (0 or 1, the older stage then).
     band: clusters along M that share a rasterisation band, a power of two.
-    fault, poison: planted faults and NaN-filled stages. Only tests build these; plan.py never does.
+    fault, poison: planted faults, and NaN put into stages before they are loaded. Only tests build these.
     """
 
     dtype: str = "bfloat16"
@@ -45,15 +43,13 @@ class Config:
     discrete: bool = False
     accumulate: bool = False
     tile_m: int = 128
-    tile_n: int = 256
+    tile_n: int = 128
     tile_k: int = 64
     cluster_m: int = 2
     cluster_n: int = 1
-    stages: int = 4
-    epi_n: int = 64
-    epi_stages: int = 2
-    pingpong: bool = False
-    lag: int = 0
+    stages: int = 6
+    epi_n: int = 32
+    epi_stages: int = 4
     band: int = 8
     fault: str = ""
     poison: bool = False
@@ -63,10 +59,11 @@ class Config:
         assert self.dtype in ("bfloat16", "float16") and self.out_dtype in BYTES
         assert not self.ragged or (self.a_major, self.b_major) == ("k", "k")
         assert not self.accumulate or self.out_dtype == "float32"
-        assert self.warpgroup_m % STORE_ROWS == 0 and self.tile_n % self.epi_n == 0
+        assert self.tile_m % STORE_ROWS == 0 and self.tile_n % self.epi_n == 0
         assert self.chunks % self.epi_stages == 0, "a chunk's buffer must be known when compiling"
-        assert self.warpgroup_m * self.tile_n <= 192 * 128, "at most 192 accumulator registers a thread"
-        assert self.lag in (0, 1) and self.band & (self.band - 1) == 0
+        assert self.tile_m * self.tile_n <= 192 * 128, "at most 192 accumulator registers a thread"
+        assert self.band & (self.band - 1) == 0
+        assert not self.poison or self.cluster_size == 1, "a peer's multicast may arrive before the poison"
         assert self.smem_bytes <= SMEM_LIMIT, self.smem_bytes
         assert self.registers <= REGISTER_FILE, self.registers
 
@@ -76,14 +73,9 @@ class Config:
         return self.cluster_m * self.cluster_n
 
     @property
-    def warpgroup_m(self) -> int:
-        """Rows of the tile one consumer warpgroup owns."""
-        return self.tile_m if self.pingpong else self.tile_m // CONSUMERS
-
-    @property
     def chunks(self) -> int:
-        """Epilogue chunks (64 rows, epi_n columns) one warpgroup stores a tile."""
-        return self.warpgroup_m // STORE_ROWS * (self.tile_n // self.epi_n)
+        """Epilogue chunks (64 rows, epi_n columns) of a tile."""
+        return self.tile_m // STORE_ROWS * (self.tile_n // self.epi_n)
 
     @property
     def stage_bytes(self) -> int:
@@ -97,10 +89,9 @@ class Config:
 
     @property
     def smem_bytes(self) -> int:
-        """Dynamic shared memory: operand stages, epilogue buffers, offsets, barriers (each rounded up to 128)."""
+        """Dynamic shared memory: operand stages, epilogue buffers, offsets, barriers."""
         offsets = -(-(MAX_EXPERTS + 1) * 4 // 128) * 128
-        barriers = -(-2 * self.stages * 8 // 128) * 128
-        return self.stages * self.stage_bytes + self.epilogue_bytes + offsets + barriers
+        return self.stages * self.stage_bytes + self.epilogue_bytes + offsets + 2 * self.stages * 8
 
     @property
     def registers(self) -> int:
@@ -109,9 +100,8 @@ class Config:
 
     @property
     def empty_arrivals(self) -> int:
-        """Arrivals that free a stage: one a consumer warp, from each CTA that shares a multicast with this one."""
-        readers = 1 if self.pingpong else CONSUMERS
-        return readers * (WARPGROUP // 32) * (self.cluster_m + self.cluster_n - 1)
+        """Arrivals that free a stage: one a reading warp, from each CTA that shares a multicast with this one."""
+        return WARPGROUP // 32 * (self.cluster_m + self.cluster_n - 1)
 
     @property
     def whole_producer(self) -> bool:

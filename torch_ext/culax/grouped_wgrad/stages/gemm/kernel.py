@@ -1,8 +1,9 @@
 """The SM90 grouped weight-gradient kernel: allocates, builds the pipeline, picks the role.
 
-Roles: warpgroup 0 gives its registers away and its first warp loads; warpgroups 1 and 2 multiply and store.
+Roles: warpgroup 0 gives its registers away and its first warp loads; warpgroups 1 and 2 take tiles in turn, one
+multiplying while the other stores.
 Pipeline ab (TMA -> consumers): full = one arrival with Config.stage_bytes of transactions; empty =
-Config.empty_arrivals, one a consumer warp of every CTA that shares a multicast with this one.
+Config.empty_arrivals, one a warp of the reading warpgroup of every CTA that shares a multicast with this one.
 Limits: M and N multiples of 8, T < 2**30, at most MAX_EXPERTS experts, 16-byte aligned addresses and strides.
 """
 
@@ -32,7 +33,7 @@ def storage(config: Config):
         b: cute.struct.Align[cute.struct.MemRange[dtype, sizes[1]], 1024]
         c: cute.struct.Align[cute.struct.MemRange[out, chunks], 1024]
         offs: cute.struct.Align[cute.struct.MemRange[Int32, facts.MAX_EXPERTS + 1], 128]
-        bars: cute.struct.Align[cute.struct.MemRange[Int64, 2 * config.stages], 128]
+        bars: cute.struct.Align[cute.struct.MemRange[Int64, 2 * config.stages], 8]
 
     return Storage
 

@@ -1,4 +1,4 @@
-"""The two roles of a CTA: one warp loads, two warpgroups multiply and store."""
+"""The two roles of a CTA: one warp loads, two warpgroups take tiles in turn, one multiplying while the other stores."""
 
 from dataclasses import dataclass
 
@@ -9,11 +9,13 @@ from cutlass import Int32
 from cutlass.cute.nvgpu import cpasync, warpgroup
 
 from culax.grouped_wgrad.stages.gemm import layouts, schedule
-from culax.grouped_wgrad.stages.gemm.config import STORE_ROWS, WARPGROUP, Config
+from culax.grouped_wgrad.stages.gemm.config import CONSUMERS, STORE_ROWS, WARPGROUP, Config
 from culax.grouped_wgrad.stages.gemm.descriptors import descriptor
-from culax.grouped_wgrad.stages.gemm.unaligned import fill_nan, load_unaligned
+from culax.grouped_wgrad.stages.gemm.unaligned import load_unaligned, poison
 
 Ring = pipeline.PipelineTmaAsync
+TURN_BARRIER = 2 + CONSUMERS
+"""Named barriers: 1 and 2 epilogues, 3 the producer warpgroup, 4 and 5 whose turn it is."""
 
 
 @dataclass(frozen=True)
@@ -137,7 +139,7 @@ def load_tile(config: cutlass.Constexpr[Config], gmem: Gmem, smem: Smem, ab: Rin
     for k in cutlass.range(k_tiles, unroll=1):
         ab.producer_acquire(state)
         if cutlass.const_expr(config.poison):
-            fill_nan(config, smem, state.index)
+            poison(config, smem, state.index)
         bar = ab.producer_get_barrier(state)
         cute.copy(
             gmem.tma_a, t_ag[None, k], t_as[None, state.index], tma_bar_ptr=bar, mcast_mask=mask_a, tma_desc_ptr=desc_a
@@ -156,47 +158,60 @@ def consumer_index() -> Int32:
 
 @cute.jit
 def consume(config: cutlass.Constexpr[Config], gmem: Gmem, smem: Smem, ab: Ring, space: schedule.Space):
-    """Consumer warpgroup: accumulate its rows of each tile (pingpong: every second tile), then send them out."""
-    warpgroup_index = consumer_index()
+    """Consumer warpgroup: every second tile of this CTA, skipping the stages of the others."""
     mma = layouts.tiled_mma(config)
     thread = mma.get_slice(0)
-    part = 0 if config.pingpong else warpgroup_index
-    s_a = cute.local_tile(smem.a, (config.warpgroup_m, config.tile_k), (part, 0, None))
-    r_a = mma.make_fragment_A(thread.partition_A(s_a))
+    r_a = mma.make_fragment_A(thread.partition_A(smem.a))
     r_b = mma.make_fragment_B(thread.partition_B(smem.b))
-    acc = cute.make_rmem_tensor(mma.partition_shape_C((config.warpgroup_m, config.tile_n)), cutlass.Float32)
+    acc = cute.make_rmem_tensor(mma.partition_shape_C((config.tile_m, config.tile_n)), cutlass.Float32)
     state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, config.stages)
     index, turn = cute.arch.block_idx()[1], Int32(0)
+    if consumer_index() == 1:
+        pass_turn()
     while index < space.total:
         expert, row, column = schedule.locate(config, space, index)
         _, _, k_tiles = group_tiles(config, smem, expert)
-        if cutlass.const_expr(config.pingpong):
-            if turn == warpgroup_index:
-                state = work(config, mma, (acc, r_a, r_b), gmem, smem, ab, state, (expert, row, column, k_tiles))
-            else:
-                state.advance(k_tiles)
-            turn = 1 - turn
-        else:
+        if turn == consumer_index():
             state = work(config, mma, (acc, r_a, r_b), gmem, smem, ab, state, (expert, row, column, k_tiles))
+        else:
+            state.advance(k_tiles)
+        turn = 1 - turn
         index += cute.arch.grid_dim()[1]
     cute.arch.cp_async_bulk_wait_group(0)
+
+
+def take_turn() -> None:
+    """Wait until the other warpgroup has issued all products of the tile before this one.
+
+    This is needed for correctness: a stage barrier's parity means nothing to a reader that is two rounds ahead.
+    """
+    cute.arch.barrier(barrier_id=TURN_BARRIER + consumer_index(), number_of_threads=CONSUMERS * WARPGROUP)
+
+
+def pass_turn() -> None:
+    """Let the other warpgroup start its products."""
+    barrier = TURN_BARRIER + 1 - consumer_index()
+    cute.arch.barrier_arrive(barrier_id=barrier, number_of_threads=CONSUMERS * WARPGROUP)
 
 
 @cute.jit
 def work(
     config: cutlass.Constexpr[Config], mma: cute.TiledMma, operands, gmem: Gmem, smem: Smem, ab: Ring, state, tile
 ):
-    """One warpgroup's part of one tile: products, then the store; zeros where an expert has no tokens."""
+    """One tile: products, then the store; zeros where an expert has no tokens."""
     expert, row, column, k_tiles = tile
     acc = operands[0]
     desc_c = acquire_output(config, gmem, expert)
+    take_turn()
     if k_tiles > 0:
         state = multiply(config, mma, operands, ab, state, k_tiles)
         store(config, mma, acc, gmem, smem, (expert, row, column, desc_c))
-    elif cutlass.const_expr(not config.accumulate):
-        zeros = cute.make_rmem_tensor(acc.shape, cutlass.Float32)
-        zeros.fill(0.0)
-        store(config, mma, zeros, gmem, smem, (expert, row, column, desc_c))
+    else:
+        pass_turn()
+        if cutlass.const_expr(not config.accumulate):
+            zeros = cute.make_rmem_tensor(acc.shape, cutlass.Float32)
+            zeros.fill(0.0)
+            store(config, mma, zeros, gmem, smem, (expert, row, column, desc_c))
     return state
 
 
@@ -213,7 +228,10 @@ def acquire_output(config: cutlass.Constexpr[Config], gmem: Gmem, expert: Int32)
 
 @cute.jit
 def multiply(config: cutlass.Constexpr[Config], mma: cute.TiledMma, operands, ab: Ring, state, k_tiles: Int32):
-    """acc = sum over k > 0 tiles; a stage is released once the WGMMA group that reads it has completed."""
+    """acc = sum over k_tiles > 0 tiles; a stage is released once the WGMMA group that reads it has completed.
+
+    One group stays in flight, so the stage released after the commit of tile k is that of tile k - 1.
+    """
     acc, r_a, r_b = operands
     behind = state.clone()
     for k in cutlass.range(k_tiles, unroll=1):
@@ -228,21 +246,22 @@ def multiply(config: cutlass.Constexpr[Config], mma: cute.TiledMma, operands, ab
             cute.gemm(atom, acc, r_a[None, None, block, state.index], r_b[None, None, block, state.index], acc)
             atom.set(warpgroup.Field.ACCUMULATE, True)
         warpgroup.commit_group()
-        warpgroup.wait_group(config.lag)
+        warpgroup.wait_group(1)
         if cutlass.const_expr(config.fault != "early_release"):
-            if k >= config.lag:
+            if k > 0:
                 ab.consumer_release(behind)
                 behind.advance()
         state.advance()
+    pass_turn()
     warpgroup.wait_group(0)
-    if cutlass.const_expr(config.lag == 1 and config.fault != "early_release"):
+    if cutlass.const_expr(config.fault != "early_release"):
         ab.consumer_release(behind)
     return state
 
 
 @cute.jit
 def store(config: cutlass.Constexpr[Config], mma: cute.TiledMma, acc: cute.Tensor, gmem: Gmem, smem: Smem, tile):
-    """Send one warpgroup's rows out: registers -> shared memory -> TMA store (or reduce-add), chunk by chunk.
+    """Send one tile out: registers -> shared memory -> TMA store (or reduce-add), chunk by chunk.
 
     With S = epi_stages >= 2 one warpgroup barrier a chunk is enough: the storing warp lets at most S - 2 older
     stores keep reading shared memory before it meets that barrier, so the buffer two chunks ahead is free.
@@ -264,8 +283,6 @@ def store(config: cutlass.Constexpr[Config], mma: cute.TiledMma, acc: cute.Tenso
     g_c = cute.local_tile(m_c, (STORE_ROWS, config.epi_n), (None, None))
     t_cs, t_cg = partition(gmem.tma_c, 0, 1, smem.c, g_c)
     row_block = row * (config.tile_m // STORE_ROWS)
-    if cutlass.const_expr(not config.pingpong):
-        row_block += warpgroup_index * (config.warpgroup_m // STORE_ROWS)
     columns = config.tile_n // config.epi_n
     for chunk in cutlass.range_constexpr(config.chunks):
         buffer = warpgroup_index * config.epi_stages + chunk % config.epi_stages

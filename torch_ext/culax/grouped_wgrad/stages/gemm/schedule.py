@@ -73,7 +73,7 @@ def write_offsets(offs: cute.Tensor, tokens: Int32, s_offs: cute.Tensor):
 
 @cute.jit
 def locate(config: cutlass.Constexpr[Config], space: Space, index: Int32):
-    """Cluster index -> (expert, tile row, tile column) of this CTA."""
+    """Work index -> (expert, tile row, tile column) of this CTA."""
     expert, rest = divmod(index, space.per_expert)
     band, rest = divmod(rest, space.per_band)
     first = band * config.band

@@ -60,12 +60,11 @@ def load_unaligned(config: cutlass.Constexpr[Config], gmem, smem, ab: pipeline.P
 
 
 @cute.jit
-def fill_nan(config: cutlass.Constexpr[Config], smem, stage: Int32):
-    """One warp: a stage of NaN, so that a reader that lags behind its release, or a short load, shows up."""
+def poison(config: cutlass.Constexpr[Config], smem, stage: Int32):
+    """One warp: NaN in the first token of both operands, so that a load that does not cover its stage shows up."""
     for tensor in cutlass.range_constexpr(2):
-        target = (smem.a if tensor == 0 else smem.b)[None, None, stage]
-        rows: cutlass.Constexpr = cute.size(target, mode=[0])
-        for i in cutlass.range(cute.arch.lane_idx(), cute.size(target), 32, unroll=1):
-            target[i % rows, i // rows] = target.element_type(float("nan"))
+        token = (smem.a if tensor == 0 else smem.b)[None, 0, stage]
+        for x in cutlass.range(cute.arch.lane_idx(), cute.size(token), 32, unroll=1):
+            token[x] = token.element_type(float("nan"))
     cute.arch.fence_proxy("async.shared", space="cta")
     cute.arch.sync_warp()
