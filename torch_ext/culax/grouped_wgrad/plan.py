@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -70,13 +72,21 @@ def _major(strides: tuple[int, ...], tokens: int) -> str:
 
 
 def _config(
-    dtype: str, out_dtype: str, operands: tuple[str, str, bool], discrete: bool, accumulate: bool, **changes: object
+    dtype: str, out_dtype: str, operands: tuple[str, str, bool], discrete: bool, accumulate: bool, **changes: Any
 ) -> Config:
     """The one configuration of a kind of problem; the README logs the measurements behind the numbers."""
     a_major, b_major, ragged = operands
-    tiles = {"epi_n": 16 if out_dtype == "float32" else 32}
-    kind = {"a_major": a_major, "b_major": b_major, "ragged": ragged, "discrete": discrete, "accumulate": accumulate}
-    return Config(**{"dtype": dtype, "out_dtype": out_dtype, **kind, **tiles, **changes})
+    config = Config(
+        dtype=dtype,
+        out_dtype=out_dtype,
+        a_major=a_major,
+        b_major=b_major,
+        ragged=ragged,
+        discrete=discrete,
+        accumulate=accumulate,
+        epi_n=16 if out_dtype == "float32" else 32,
+    )
+    return dataclasses.replace(config, **changes)
 
 
 def variant(config: Config) -> Variant:
@@ -123,5 +133,5 @@ def fault_variants(arch: str) -> tuple[Variant, ...]:
     return tuple(found)
 
 
-def _fault(layout: tuple[str, str, bool], kind: dict, discrete: bool, **changes: object) -> Variant:
+def _fault(layout: tuple[str, str, bool], kind: dict, discrete: bool, **changes: Any) -> Variant:
     return variant(_config("bfloat16", kind["out_dtype"], layout, discrete, kind["accumulate"], **changes))
