@@ -76,6 +76,17 @@ def test_huge_rate_meets_tiny_softplus_exactly() -> None:
     assert dA.item() == pytest.approx(-math.exp(2), rel=1e-5)
 
 
+def test_gate_at_its_strongest_is_constant() -> None:
+    """Beyond -128, where exp(gamma) is 0 in fp32, gamma is -128 with no slope; just before, it is the formula."""
+    g = torch.tensor([130.0, 127.0], dtype=torch.float64).view(1, 2, 1, 1).requires_grad_()
+    A_log = torch.zeros(1, dtype=torch.float64, requires_grad=True)
+    gamma = gates.decay_gate(g, A_log, None, None)
+    torch.testing.assert_close(gamma.flatten(), torch.tensor([-128.0, -127.0], dtype=torch.float64), rtol=1e-14, atol=0)
+    dg, dA = torch.autograd.grad(gamma.sum(), (g, A_log))
+    torch.testing.assert_close(dg.flatten(), torch.tensor([0.0, -1.0], dtype=torch.float64), rtol=1e-14, atol=0)
+    assert dA.item() == pytest.approx(-127, rel=1e-14)
+
+
 @BOUNDS
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("A", [-100.0, 100.0, 1000.0])
@@ -109,7 +120,7 @@ def test_saturated_sigmoid_keeps_its_small_slope(lower_bound: float) -> None:
     """1 - sigmoid(z) is 0 in fp32 from z = 17 on; the slope there isn't."""
     g = torch.full((1, 1, 1, 1), 30.0, requires_grad=True)
     dg = torch.autograd.grad(gates.decay_gate(g, torch.zeros(1), None, lower_bound).sum(), g)[0]
-    assert dg.item() == pytest.approx(lower_bound * math.exp(-30), rel=1e-5)
+    assert dg.item() == pytest.approx(lower_bound * math.exp(-30), rel=1e-5, abs=0)
 
 
 @BOUNDS
