@@ -83,17 +83,16 @@ class Builds:
     """Compiles the variants of this run together on first use, and hands them out."""
 
     def __init__(self, variants: list[Variant]) -> None:
-        self._variants = variants
-        self._failed: dict[str, str] | None = None
-        self._entries: dict[tuple[str, str], manifest.Entry] = {}
+        self._waiting = variants
+        self._done: set[Variant] = set()
+        self._failed: dict[str, str] = {}
 
     def get(self, variant: Variant) -> Built:
-        if self._failed is None:
-            self._failed = {}
-            for arch in {v.arch for v in self._variants}:
-                of_arch = [v for v in self._variants if v.arch == arch]
-                self._failed |= build.build(of_arch, BUILD / arch, jobs=2, keep=BUILD / arch).failed
-                self._entries |= {(arch, name): entry for name, entry in manifest.read(BUILD / arch).items()}
+        todo = [v for v in dict.fromkeys([*self._waiting, variant]) if v not in self._done]
+        self._done.update(todo)
+        for arch in {v.arch for v in todo}:
+            of_arch = [v for v in todo if v.arch == arch]
+            self._failed |= build.build(of_arch, BUILD / arch, jobs=2, keep=BUILD / arch).failed
         assert variant.name not in self._failed, self._failed[variant.name]
         stem = BUILD / variant.arch / variant.name
         return Built(
@@ -101,13 +100,15 @@ class Builds:
             stem.with_suffix(".ptx").read_text(),
             stem.with_suffix(".cubin"),
             stem.with_suffix(".log").read_text(),
-            self._entries[variant.arch, variant.name].launch_smem,
+            manifest.read(BUILD / variant.arch)[variant.name].launch_smem,
         )
 
 
 @pytest.fixture(scope="session")
-def builds(pytestconfig: pytest.Config) -> Builds:
-    return Builds([*shipped(pytestconfig), *faulty()])
+def builds(request: pytest.FixtureRequest) -> Builds:
+    parameters = [item.callspec.params for item in request.session.items if hasattr(item, "callspec")]
+    chosen = [p[name] for p in parameters for name in ("shipped_variant", "faulty_variant") if name in p]
+    return Builds(list(dict.fromkeys(chosen)))
 
 
 @pytest.fixture(scope="session")

@@ -35,6 +35,11 @@ class Variant:
         if not re.fullmatch(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*", self.entry):
             raise ValueError(f"Variant: argument `entry`: expected 'package.module:function', got {self.entry!r}")
 
+    def __hash__(self) -> int:
+        return hash(
+            self.name
+        )  # every launch looks its variant up: the configuration's own hash would cost a microsecond
+
     @property
     def module(self) -> str:
         """Module of the entry function."""
