@@ -79,7 +79,8 @@ class ChunkTable:
         """[NT, H, C, ...] back to contiguous [B, T, H, ...] in ``dtype``; tokens of no sequence are zero."""
         if self.packing is None:
             x = y.to(dtype).unflatten(0, (self.lanes, self.steps)).transpose(2, 3).flatten(1, 2)
-            return x[:, : self.tokens].contiguous()
+            # contiguous() would keep the strides of dimensions of size one, the batch's padded one among them.
+            return x[:, : self.tokens].clone(memory_format=torch.contiguous_format)
         if y.shape[0] == 0:
             return y.new_zeros(1, self.tokens, y.shape[1], *y.shape[3:], dtype=dtype)
         head = torch.arange(y.shape[1], device=y.device)
