@@ -71,5 +71,6 @@ def test_workspaces_follow_from_shapes(offsets, chunks, rows, bounds):
     assert tapes.h.shape == tapes.dh.shape == (chunks, HV, K, V)
     assert tapes.minus_w.shape == tapes.qg.shape == tapes.kg.shape == (chunks, HV, 64, K)
     assert tapes.u.shape == tapes.v_new.shape == tapes.dvn.shape == (chunks, HV, 64, V)
+    assert tapes.h.stride()[1:] == (K * (V + 8), V + 8, 1), "each entry is the image of a padded tile"
     assert tapes.decay.shape == (chunks, HV, K) and tapes.decay.dtype == torch.float32
     assert tapes.table.shape == (rows, 4) and tapes.bounds.shape == (bounds,)

@@ -76,11 +76,11 @@ def test_shared_memory_and_threads_fit(config):
 @pytest.mark.parametrize(
     ("config", "smem", "threads"),
     [
-        (PrepConfig(128, 128), 46_336, 256),
-        (ScanConfig(128, 128), 136_704, 128),
-        (ReverseScanConfig(128, 128), 216_576, 128),
-        (LocalConfig(128, 128, partial=False), 225_024, 256),
-        (LocalConfig(64, 64, partial=False), 140_288, 128),
+        (PrepConfig(128, 128), 81_152, 256),
+        (ScanConfig(128, 128), 146_976, 256),
+        (ReverseScanConfig(128, 128), 226_848, 256),
+        (LocalConfig(128, 128, partial=False), 226_064, 512),
+        (LocalConfig(64, 64, partial=False), 140_816, 256),
     ],
     ids=repr,
 )

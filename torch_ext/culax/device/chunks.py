@@ -11,7 +11,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass.cute.nvgpu import cpasync
 
-from culax.device.sizes import CHUNK, VECTOR
+from culax.device.sizes import CHUNK
 
 LOG2_E = 1.4426950408889634
 
@@ -55,10 +55,23 @@ def exp2(x: cutlass.Float32) -> cutlass.Float32:
     return cute.math.exp2(x, fastmath=True)
 
 
-def _row_copy(atom: cute.CopyAtom, threads: int, columns: int) -> cute.TiledCopy:
-    across = columns // VECTOR
+def _row_copy(atom: cute.CopyAtom, threads: int, columns: int, vector: int) -> cute.TiledCopy:
+    across = columns // vector
     order = cute.make_layout((threads // across, across), stride=(across, 1))
-    return cute.make_tiled_copy_tv(atom, order, cute.make_layout((1, VECTOR)))
+    return cute.make_tiled_copy_tv(atom, order, cute.make_layout((1, vector)))
+
+
+def _row_parts(
+    atom: cute.CopyAtom, source: cute.Tensor, target: cute.Tensor, threads: int
+) -> tuple[cute.TiledCopy, cute.Tensor, cute.Tensor, cute.Tensor]:
+    copy = _row_copy(atom, threads, source.shape[1], 128 // source.element_type.width)
+    mine = copy.get_slice(cute.arch.thread_idx()[0])
+    where = mine.partition_S(cute.make_identity_tensor(source.shape))
+    return copy, mine.partition_S(source), mine.partition_D(target), where
+
+
+def _async_atom(dtype: type[cutlass.Numeric]) -> cute.CopyAtom:
+    return cute.make_copy_atom(cpasync.CopyG2SOp(), dtype, num_bits_per_copy=128)
 
 
 @cute.jit
@@ -67,11 +80,7 @@ def load_rows(source: cute.Tensor, tile: cute.Tensor, rows: cutlass.Int32, threa
 
     The copies join the calling thread's current cp.async group.
     """
-    atom = cute.make_copy_atom(cpasync.CopyG2SOp(), cutlass.BFloat16, num_bits_per_copy=128)
-    copy = _row_copy(atom, threads, tile.shape[1])
-    mine = copy.get_slice(cute.arch.thread_idx()[0])
-    source_part, tile_part = mine.partition_S(source), mine.partition_D(tile)
-    where = mine.partition_S(cute.make_identity_tensor(tile.shape))
+    copy, source_part, tile_part, where = _row_parts(_async_atom(cutlass.BFloat16), source, tile, threads)
     for i in cutlass.range_constexpr(cute.size(tile_part, mode=[1])):
         if where[0, i, 0][0] < rows:
             cute.copy(copy, source_part[None, i, None], tile_part[None, i, None])
@@ -79,24 +88,24 @@ def load_rows(source: cute.Tensor, tile: cute.Tensor, rows: cutlass.Int32, threa
             tile_part[None, i, None].fill(0)
 
 
+def load_tile(source: cute.Tensor, tile: cute.Tensor, threads: int) -> None:
+    """`load_rows` of rows that are all valid."""
+    copy, source_part, tile_part, _ = _row_parts(_async_atom(cutlass.BFloat16), source, tile, threads)
+    cute.copy(copy, source_part, tile_part)
+
+
 @cute.jit
 def store_rows(tile: cute.Tensor, target: cute.Tensor, rows: cutlass.Int32, threads: cutlass.Constexpr) -> None:
-    """Copy the first `rows` rows of a [R, D] bf16 tile to global memory, 16 bytes a thread."""
-    atom = cute.make_copy_atom(cute.nvgpu.CopyUniversalOp(), cutlass.BFloat16, num_bits_per_copy=128)
-    copy = _row_copy(atom, threads, tile.shape[1])
-    mine = copy.get_slice(cute.arch.thread_idx()[0])
-    tile_part, target_part = mine.partition_S(tile), mine.partition_D(target)
-    where = mine.partition_S(cute.make_identity_tensor(tile.shape))
+    """Copy the first `rows` rows of a [R, D] tile to global memory, 16 bytes a thread."""
+    atom = cute.make_copy_atom(cute.nvgpu.CopyUniversalOp(), tile.element_type, num_bits_per_copy=128)
+    copy, tile_part, target_part, where = _row_parts(atom, tile, target, threads)
     for i in cutlass.range_constexpr(cute.size(tile_part, mode=[1])):
         if where[0, i, 0][0] < rows:
             cute.copy(copy, tile_part[None, i, None], target_part[None, i, None])
 
 
-@cute.jit
-def load_vector(source: cute.Tensor, target: cute.Tensor) -> None:
-    """Start copying a contiguous fp32 vector of a multiple of 4 elements, 16 bytes a thread; joins the current cp.async
-    group."""
-    thread = cute.arch.thread_idx()[0]
-    atom = cute.make_copy_atom(cpasync.CopyG2SOp(), cutlass.Float32, num_bits_per_copy=128)
-    if thread < source.shape[0] // 4:
-        cute.copy(atom, cute.local_tile(source, (4,), (thread,)), cute.local_tile(target, (4,), (thread,)))
+def store_tile(tile: cute.Tensor, target: cute.Tensor, threads: int) -> None:
+    """Copy a [R, D] tile to global memory, 16 bytes a thread."""
+    atom = cute.make_copy_atom(cute.nvgpu.CopyUniversalOp(), tile.element_type, num_bits_per_copy=128)
+    copy, tile_part, target_part, _ = _row_parts(atom, tile, target, threads)
+    cute.copy(copy, tile_part, target_part)

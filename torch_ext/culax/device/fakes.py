@@ -4,6 +4,8 @@ import cutlass
 import cutlass.cute as cute
 from cutlass.cute.runtime import make_fake_compact_tensor, make_fake_stream, make_fake_tensor
 
+from culax.device.sizes import PAD, VECTOR
+
 
 def rows(dtype: type[cutlass.Numeric], width: int) -> cute.Tensor:
     """[B, T, heads, width], last dimension contiguous, the other strides multiples of 16 bytes, 64-bit."""
@@ -19,10 +21,19 @@ def column(dtype: type[cutlass.Numeric]) -> cute.Tensor:
     return make_fake_tensor(dtype, tuple(cute.sym_int32() for _ in range(3)), stride=strides)
 
 
-def tape(dtype: type[cutlass.Numeric], *tail: int) -> cute.Tensor:
-    """Contiguous [chunks or sequences, heads, *tail] with offsets of 64 bits."""
+def tape(rows: int, columns: int) -> cute.Tensor:
+    """bf16 [chunks, heads, rows, columns], each entry the image of a padded tile, offsets of 64 bits."""
+    row = columns + PAD
+    stride = (cute.sym_int64(divisibility=VECTOR), rows * row, row, 1)
+    shape = (cute.sym_int32(), cute.sym_int32(), rows, columns)
+    return make_fake_tensor(cutlass.BFloat16, shape, stride=stride, assumed_align=16)
+
+
+def compact(*tail: int) -> cute.Tensor:
+    """Contiguous fp32 [chunks, sequences or rows, heads, *tail] with offsets of 64 bits."""
     shape = (cute.sym_int32(), cute.sym_int32(), *tail)
-    return make_fake_compact_tensor(dtype, shape, stride_order=tuple(reversed(range(len(shape)))), assumed_align=16)
+    order = tuple(reversed(range(len(shape))))
+    return make_fake_compact_tensor(cutlass.Float32, shape, stride_order=order, assumed_align=16)
 
 
 def table() -> cute.Tensor:

@@ -1,8 +1,8 @@
-"""Cumulated gates of a chunk, held by column owners.
+"""Work by columns: who owns which, access to them, and the cumulated gates of a chunk.
 
-Of the 2 K threads that share a chunk, the thread with warp w owns the pair of columns 64 c + 2 lane, + 1 in rows 16 I
-.. 16 I + 15, where I, c = divmod(w, K / 64). Gates are in log2 units: G = cumsum(gate) log2(e), inclusive, within the
-chunk.
+A thread owns `width` neighbouring key columns in the 16 rows of one block: the warp with index w has block I and
+columns 32 width c .. of it, where I, c = divmod(w, K / (32 width)), and its lanes follow one another. Gates are in log2
+units: G = cumsum(gate) log2(e), inclusive, within the chunk.
 """
 
 import cutlass
@@ -12,67 +12,64 @@ from culax.device.chunks import LOG2_E, select
 from culax.device.sizes import BLOCK, CHUNK
 
 
-def column_owner(key_dim: int) -> tuple[cutlass.Int32, cutlass.Int32]:
-    """This thread's row block I and its pair of columns (an index of pairs)."""
+def column_owner(key_dim: int, width: int) -> tuple[cutlass.Int32, cutlass.Int32]:
+    """This thread's block I and the place of its columns: they begin at width times place."""
     warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
-    groups = key_dim // 64
+    groups = key_dim // (32 * width)
     return warp // groups, warp % groups * 32 + cute.arch.lane_idx()
 
 
-def load_pair(
-    rows: cute.Tensor, row: cutlass.Int32, pair: cutlass.Int32, valid: cutlass.Int32
-) -> tuple[cutlass.Float32, cutlass.Float32]:
-    """Two neighbouring elements of a row of a [64, D] view in fp32; zeros for a row past the valid ones, which is not
-    read."""
-    inside = row < valid
-    source = cute.local_tile(rows, (1, 2), (cutlass.min(row, valid - 1), pair))
-    values = cute.make_rmem_tensor((1, 2), rows.element_type)
-    cute.autovec_copy(source, values)
-    return tuple(select(inside, values[0, c].to(cutlass.Float32), 0.0) for c in range(2))
+def read_cells(tile: cute.Tensor, row: cutlass.Int32, place: cutlass.Int32, width: int) -> list[cutlass.Float32]:
+    """The owner's elements of a row of a [64, K] tile, in fp32."""
+    raw = cute.make_rmem_tensor((1, width), tile.element_type)
+    cute.autovec_copy(cute.local_tile(tile, (1, width), (row, place)), raw)
+    return [raw[0, c].to(cutlass.Float32) for c in range(width)]
 
 
-def cumulate(rows: cute.Tensor, sums: cute.Tensor, valid: cutlass.Int32, key_dim: int) -> cute.Tensor:
-    """Inclusive sums [16, 2] of the owner's gates over the rows of its own block; `sums` [4, K] gets the blocks'
-    totals.
+def write_cells(tile: cute.Tensor, row: cutlass.Int32, place: cutlass.Int32, values: list[cutlass.Float32]) -> None:
+    """Round and store the owner's elements of a row of a [64, K] tile."""
+    rounded = cute.make_rmem_tensor((1, len(values)), tile.element_type)
+    for c, value in enumerate(values):
+        rounded[0, c] = value.to(tile.element_type)
+    cute.autovec_copy(rounded, cute.local_tile(tile, (1, len(values)), (row, place)))
 
-    Rows past the valid ones add nothing, so that G stays at its last valid value there. A barrier must follow before
-    `sums` is read.
+
+def cumulate(rows: cute.Tensor, sums: cute.Tensor, valid: cutlass.Int32, width: int) -> cute.Tensor:
+    """Inclusive sums [16, width] of the owner's gates over the rows of its own block; `sums` [4, K] gets the totals.
+
+    Rows past the valid ones are not read and add nothing, so that G stays at its last valid value there. A barrier must
+    follow before `sums` is read.
     """
-    block, pair = column_owner(key_dim)
-    inside = cute.make_rmem_tensor((BLOCK, 2), cutlass.Float32)
+    block, place = column_owner(sums.shape[1], width)
+    inside = cute.make_rmem_tensor((BLOCK, width), cutlass.Float32)
     for r in range(BLOCK):
-        values = load_pair(rows, block * BLOCK + r, pair, valid)
-        for c in range(2):
-            inside[r, c] = values[c] * LOG2_E + (inside[r - 1, c] if r else 0.0)
-    total = cute.local_tile(sums, (1, 2), (block, pair))
-    for c in range(2):
-        total[0, c] = inside[BLOCK - 1, c]
+        row = block * BLOCK + r
+        values = read_cells(rows, cutlass.min(row, valid - 1), place, width)
+        for c in range(width):
+            inside[r, c] = select(row < valid, values[c], 0.0) * LOG2_E + (inside[r - 1, c] if r else 0.0)
+    write_cells(sums, block, place, [inside[BLOCK - 1, c] for c in range(width)])
     return inside
 
 
-def before_and_last(inside: cute.Tensor, sums: cute.Tensor, key_dim: int) -> tuple[cute.Tensor, cute.Tensor]:
-    """G before the first row of the owner's block, and G of the chunk's last row, [2] each."""
-    block, pair = column_owner(key_dim)
-    before = cute.make_rmem_tensor((2,), cutlass.Float32)
-    last = cute.make_rmem_tensor((2,), cutlass.Float32)
+def before_and_last(sums: cute.Tensor, width: int) -> tuple[cute.Tensor, cute.Tensor]:
+    """G before the first row of the owner's block, and G of the chunk's last row, [width] each."""
+    block, place = column_owner(sums.shape[1], width)
+    before = cute.make_rmem_tensor((width,), cutlass.Float32)
+    last = cute.make_rmem_tensor((width,), cutlass.Float32)
     before.fill(0.0)
     last.fill(0.0)
     for other in range(CHUNK // BLOCK):
-        total = cute.local_tile(sums, (1, 2), (other, pair))
-        for c in range(2):
-            before[c] = before[c] + select(block > other, total[0, c], 0.0)
-            last[c] = last[c] + total[0, c]
+        total = read_cells(sums, other, place, width)
+        for c in range(width):
+            before[c] = before[c] + select(block > other, total[c], 0.0)
+            last[c] = last[c] + total[c]
     return before, last
 
 
+@cute.jit
 def load_beta(column: cute.Tensor, target: cute.Tensor, valid: cutlass.Int32) -> None:
     """A chunk's beta [64] (fp32) to shared memory, zeros past the valid rows; a barrier must follow."""
     row = cute.arch.thread_idx()[0]
-    _load_beta(column, target, valid, row)
-
-
-@cute.jit
-def _load_beta(column: cute.Tensor, target: cute.Tensor, valid: cutlass.Int32, row: cutlass.Int32) -> None:
     if row < CHUNK:
         value = cutlass.Float32(0.0)
         if row < valid:

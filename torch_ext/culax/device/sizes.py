@@ -13,3 +13,8 @@ VECTOR = 8
 def tile_elements(rows: int, columns: int) -> int:
     """Elements that a padded tile [rows, columns] of a 2-byte type takes up."""
     return rows * (columns + PAD)
+
+
+def barrier_bytes(count: int) -> int:
+    """Bytes that `count` barriers take up before the next 16-byte boundary."""
+    return -(-8 * count // 16) * 16

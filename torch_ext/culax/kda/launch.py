@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ..device.sizes import PAD
 from ..reference import kda_chunked
 from ..runtime import load
 from .plan import Plan
@@ -34,8 +35,8 @@ class Inputs:
 
 @dataclass(frozen=True)
 class Tapes:
-    """Workspaces between the kernels: [NT, HV, ...] in bf16 (decay fp32), the chunk table [rows, 4] and bounds [N + 1]
-    in int32."""
+    """Workspaces between the kernels: [NT, HV, ...] in bf16 with padded rows (decay fp32), the chunk table [rows, 4]
+    and bounds [N + 1] in int32."""
 
     table: Tensor
     bounds: Tensor
@@ -113,8 +114,9 @@ def allocate(inputs: Inputs) -> Tapes:
     each = -(-tokens // CHUNK)
     chunks = each + sequences if packed else each * batch
 
-    def tape(*tail: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
-        return torch.empty((chunks, heads, *tail), dtype=dtype, device=device)
+    def tape(rows: int, columns: int) -> Tensor:
+        padded = torch.empty((chunks, heads, rows, columns + PAD), dtype=torch.bfloat16, device=device)
+        return padded[..., :columns]
 
     return Tapes(
         table=torch.empty((chunks + 2 * packed, 4), dtype=torch.int32, device=device),
@@ -123,7 +125,7 @@ def allocate(inputs: Inputs) -> Tapes:
         u=tape(CHUNK, value_dim),
         qg=tape(CHUNK, key_dim),
         kg=tape(CHUNK, key_dim),
-        decay=tape(key_dim, dtype=torch.float32),
+        decay=torch.empty((chunks, heads, key_dim), dtype=torch.float32, device=device),
         h=tape(key_dim, value_dim),
         v_new=tape(CHUNK, value_dim),
         dh=tape(key_dim, value_dim),

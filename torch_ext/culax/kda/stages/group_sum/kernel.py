@@ -41,5 +41,5 @@ def entry(config: GroupSumConfig) -> tuple:
             cutlass.BFloat16, (cute.sym_int32(), config.key_dim), stride_order=(1, 0), assumed_align=16
         )
 
-    shares = (fakes.tape(cutlass.Float32, config.key_dim) for _ in range(2))
+    shares = (fakes.compact(config.key_dim) for _ in range(2))
     return group_sum, (*shares, out(), out(), fakes.stream())

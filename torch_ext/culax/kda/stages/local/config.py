@@ -2,7 +2,10 @@
 
 from dataclasses import dataclass
 
-from culax.device.sizes import BLOCK, CHUNK, tile_elements
+from culax.device.sizes import BLOCK, CHUNK, barrier_bytes, tile_elements
+
+KEYS = 32
+"""Key columns of a warp: one a lane when it works on columns."""
 
 
 @dataclass(frozen=True)
@@ -19,13 +22,13 @@ class LocalConfig:
 
     @property
     def groups(self) -> int:
-        """Warps that share a block of 16 rows; each has 64 key columns."""
-        return self.key_dim // 64
+        """Warps that share a block of 16 rows; each has 32 key columns."""
+        return self.key_dim // KEYS
 
     @property
     def threads(self) -> int:
-        """One thread a block of 16 rows and pair of key columns."""
-        return CHUNK // BLOCK * self.key_dim // 2
+        """One thread a block of 16 rows and key column."""
+        return CHUNK // BLOCK * self.key_dim
 
     @property
     def state_bytes(self) -> int:
@@ -45,6 +48,11 @@ class LocalConfig:
 
     @property
     def smem_bytes(self) -> int:
-        """q, k; v, v_new, dvn, do; two state slots; P, E and two squares; scratch."""
+        """q, k; v, v_new, dvn, do; two state slots; P, E and two squares; scratch; a barrier."""
         rows = 2 * tile_elements(CHUNK, self.key_dim) + 4 * self.row_elements
-        return 2 * (rows + 4 * tile_elements(CHUNK, CHUNK)) + 2 * self.state_bytes + 4 * self.vector_floats
+        return (
+            2 * (rows + 4 * tile_elements(CHUNK, CHUNK))
+            + 2 * self.state_bytes
+            + 4 * self.vector_floats
+            + barrier_bytes(1)
+        )

@@ -1,6 +1,6 @@
 """Local: all gradients of a chunk but the states', fused (B1's E, B3, B4, B6), for all chunks at once.
 
-One CTA a chunk and value head, K / 16 warps, one role; every operand is read once and every gradient written once. No
+One CTA a chunk and value head, K / 8 warps, one role; every operand is read once and every gradient written once. No
 pipeline: a CTA loads once. Timeline, a barrier between the lines:
 
     loads of q k v do P v_new dvn h dh; gates summed within blocks
@@ -11,7 +11,8 @@ pipeline: a CTA loads once. Timeline, a barrier between the lines:
     P^T M; dv leaves
     dL into M's square
     off-diagonal blocks
-    dq, x and t by columns through the slots of v .. do and dh: diagonal blocks, reverse sum (one more barrier), outputs
+    dq, x and t by columns through the slots of v .. do and dh: diagonal blocks, reverse sum
+    outputs
 """
 
 import cutlass
@@ -30,13 +31,13 @@ def _local(
     warp = roles.warp_of(config)
     roles.load_inputs(config, gmem, smem, task)
     rows = task.chunk.rows
-    inside = gates.cumulate(
-        chunks.chunk_rows(gmem.g, task.chunk, task.value_head), smem.gate_sums, rows, config.key_dim
-    )
+    gate_rows = chunks.chunk_rows(gmem.g, task.chunk, task.value_head)
+    inside = gates.cumulate(gate_rows, smem.gate_sums, rows, width=1)
     cute.arch.cp_async_wait_group(0)
+    cute.arch.mbarrier_wait(smem.arrived, 0)
     cute.arch.sync_threads()
-    before, _ = gates.before_and_last(inside, smem.gate_sums, config.key_dim)
-    owner = columns.Owner(*gates.column_owner(config.key_dim), inside, before)
+    before, _ = gates.before_and_last(smem.gate_sums, width=1)
+    owner = columns.Owner(*gates.column_owner(config.key_dim, width=1), inside, before[0])
     parts, dw = roles.state_products(config, smem, warp, scale)
     roles.state_row_sums(config, smem)
     cute.arch.sync_threads()
@@ -127,10 +128,10 @@ def entry(config: LocalConfig) -> tuple:
         fakes.column(cutlass.Float32),
         fakes.rows(bf16, value),
         fakes.rows(bf16, CHUNK),
-        fakes.tape(bf16, CHUNK, value),
-        fakes.tape(bf16, CHUNK, value),
-        fakes.tape(bf16, key, value),
-        fakes.tape(bf16, key, value),
+        fakes.tape(CHUNK, value),
+        fakes.tape(CHUNK, value),
+        fakes.tape(key, value),
+        fakes.tape(key, value),
         fakes.table(),
         fakes.rows(out, key),
         fakes.rows(out, key),

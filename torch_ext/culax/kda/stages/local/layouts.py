@@ -5,6 +5,7 @@ from dataclasses import dataclass
 import cutlass
 import cutlass.cute as cute
 
+from culax.device.bulk import allocate_barriers
 from culax.device.sizes import BLOCK, CHUNK, PAD
 from culax.device.warp_tiles import allocate_tiles, padded_tile
 from culax.kda.stages.local.config import LocalConfig
@@ -20,6 +21,7 @@ class Smem:
     groups].
     """
 
+    arrived: cute.Pointer
     q: cute.Tensor
     k: cute.Tensor
     v: cute.Tensor
@@ -70,6 +72,7 @@ def allocate(config: LocalConfig) -> Smem:
 
     blocks = CHUNK // BLOCK
     return Smem(
+        arrived=allocate_barriers(memory, 1),
         q=allocate_tiles(memory, CHUNK, key),
         k=allocate_tiles(memory, CHUNK, key),
         v=padded_tile(slots[0], CHUNK, value),

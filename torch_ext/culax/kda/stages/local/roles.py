@@ -1,7 +1,7 @@
 """What the warps of the local kernel do up to the off-diagonal blocks; one role, all warps alike.
 
-Equation numbers are those of kda/README.md. Warp w owns rows 16 I .. 16 I + 15 and key columns 64 c .. 64 c + 63 with
-I, c = divmod(w, K / 64), both in the products and (columns.py) when each lane works on two neighbouring columns.
+Equation numbers are those of kda/README.md. Warp w owns rows 16 I .. 16 I + 15 and key columns 32 c .. 32 c + 31 with
+I, c = divmod(w, K / 32), both in the products and (columns.py) when each lane works on a column.
 """
 
 from dataclasses import dataclass
@@ -9,10 +9,10 @@ from dataclasses import dataclass
 import cutlass
 import cutlass.cute as cute
 
-from culax.device import chunks, gates, warp_tiles
+from culax.device import bulk, chunks, gates, warp_tiles
 from culax.device.sizes import BLOCK, CHUNK, VECTOR
 from culax.device.warp_tiles import fragment_of, gemm, load_fragment, row_fragment, transposed
-from culax.kda.stages.local.config import LocalConfig
+from culax.kda.stages.local.config import KEYS, LocalConfig
 from culax.kda.stages.local.layouts import Smem
 
 
@@ -52,7 +52,7 @@ class Task:
 
 @dataclass(frozen=True)
 class Warp:
-    """A warp's block of rows and group of 64 key columns."""
+    """A warp's block of rows and group of 32 key columns."""
 
     block: cutlass.Int32
     group: cutlass.Int32
@@ -62,8 +62,8 @@ class Warp:
         return cute.local_tile(tile, (BLOCK, tile.shape[1]), (self.block, 0))
 
     def keys(self, tile: cute.Tensor) -> cute.Tensor:
-        """The warp's [16, 64] part of a [64, K] tile."""
-        return cute.local_tile(tile, (BLOCK, 64), (self.block, self.group))
+        """The warp's [16, 32] part of a [64, K] tile."""
+        return cute.local_tile(tile, (BLOCK, KEYS), (self.block, self.group))
 
     def part(self, tile: cute.Tensor, columns: int) -> cute.Tensor:
         """The warp's share [16, columns] of a [64, n] tile whose columns are divided over the groups."""
@@ -82,7 +82,7 @@ def warp_of(config: LocalConfig) -> Warp:
 
 @dataclass(frozen=True)
 class Fragments:
-    """fp32 fragments [16, 64] of the warp's rows and key columns: dq, dks, and x with x = dX 2^G + a."""
+    """fp32 fragments [16, 32] of the warp's rows and key columns: dq, dks, and x with x = dX 2^G + a."""
 
     dq: cute.Tensor
     dks: cute.Tensor
@@ -92,6 +92,8 @@ class Fragments:
 def load_inputs(config: LocalConfig, gmem: Gmem, smem: Smem, task: Task) -> None:
     """Start all loads of the chunk; they arrive together."""
     rows, threads = task.chunk.rows, config.threads
+    bulk.init_barriers(smem.arrived, 1)
+    _load_tapes(gmem, smem, task)
     for tensor, head, tile in (
         (gmem.q, task.head, smem.q),
         (gmem.k, task.head, smem.k),
@@ -100,10 +102,16 @@ def load_inputs(config: LocalConfig, gmem: Gmem, smem: Smem, task: Task) -> None
         (gmem.akk, task.value_head, smem.p),
     ):
         chunks.load_rows(chunks.chunk_rows(tensor, task.chunk, head), tile, rows, threads)
-    for tape, tile in ((gmem.v_new, smem.v_new), (gmem.dvn, smem.dvn), (gmem.h, smem.h), (gmem.dh, smem.dh)):
-        chunks.load_rows(tape[task.index, task.value_head, None, None], tile, tile.shape[0], threads)
     cute.arch.cp_async_commit_group()
     gates.load_beta(chunks.chunk_column(gmem.beta, task.chunk, task.value_head), smem.beta, rows)
+
+
+@cute.jit
+def _load_tapes(gmem: Gmem, smem: Smem, task: Task) -> None:
+    if cute.arch.thread_idx()[0] == 0:
+        tiles = ((gmem.v_new, smem.v_new), (gmem.dvn, smem.dvn), (gmem.h, smem.h), (gmem.dh, smem.dh))
+        pairs = [(tape[task.index, task.value_head, None, None], tile) for tape, tile in tiles]
+        bulk.load_images(pairs, smem.arrived)
 
 
 def state_products(
@@ -118,26 +126,27 @@ def state_products(
     e.store(e.load() * scale)
     warp_tiles.store_fragment(e, warp.part(smem.e, width))
     store_diagonal(e, smem.e_diagonal, warp, width)
-    dq, dks, dw = (warp_tiles.accumulator(BLOCK, 64) for _ in range(3))
-    gemm(dq, warp.rows(smem.do), warp.row_part(smem.h, 64))
-    gemm(dks, warp.rows(smem.v_new), warp.row_part(smem.dh, 64))
-    gemm(dw, warp.rows(smem.dvn), warp.row_part(smem.h, 64))
+    dq, dks, dw = (warp_tiles.accumulator(BLOCK, KEYS) for _ in range(3))
+    gemm(dq, warp.rows(smem.do), warp.row_part(smem.h, KEYS))
+    gemm(dks, warp.rows(smem.v_new), warp.row_part(smem.dh, KEYS))
+    gemm(dw, warp.rows(smem.dvn), warp.row_part(smem.h, KEYS))
     dw.store(-dw.load())
-    return Fragments(dq, dks, warp_tiles.accumulator(BLOCK, 64)), dw
+    return Fragments(dq, dks, warp_tiles.accumulator(BLOCK, KEYS)), dw
 
 
 def state_row_sums(config: LocalConfig, smem: Smem) -> None:
-    """B3's sum over v of S dS for each key column; two threads a row."""
+    """B3's sum over v of S dS for each key column; four threads a row."""
     thread = cute.arch.thread_idx()[0]
-    row, half = thread // 2, thread % 2
+    row, part = thread // 4, thread % 4
     total = cutlass.Float32(0.0)
-    for step in range(config.value_dim // (2 * VECTOR)):
+    for step in range(config.value_dim // (4 * VECTOR)):
         h, dh = (
-            cute.local_tile(tile, (1, VECTOR), (row, 2 * step + half)).load().to(cutlass.Float32)
+            cute.local_tile(tile, (1, VECTOR), (row, 4 * step + part)).load().to(cutlass.Float32)
             for tile in (smem.h, smem.dh)
         )
         total = total + (h * dh).reduce(cute.ReductionOp.ADD, cutlass.Float32(0.0), reduction_profile=0)
-    total = total + cute.arch.shuffle_sync_bfly(total, offset=1)
+    for offset in (1, 2):
+        total = total + cute.arch.shuffle_sync_bfly(total, offset=offset)
     smem.state_sums[row] = total
 
 
@@ -169,8 +178,8 @@ def value_products(config: LocalConfig, smem: Smem, warp: Warp) -> tuple[cute.Te
     gemm(m, warp.rows(smem.dw), warp.row_part(smem.ke, width))
     lower_triangle(m, warp, width, strict=True)
     m.store(m.load() * row_fragment(cute.local_tile(smem.beta, (width,), (warp.group,))).load())
-    dx = warp_tiles.accumulator(BLOCK, 64)
-    gemm(dx, warp.rows(transposed(smem.p)), warp.row_part(transposed(smem.dw), 64))
+    dx = warp_tiles.accumulator(BLOCK, KEYS)
+    gemm(dx, warp.rows(transposed(smem.p)), warp.row_part(transposed(smem.dw), KEYS))
     return m, dx
 
 
@@ -180,14 +189,14 @@ def apply_gates(
     """B3's decays: dq, dks and x = dX 2^G; the sums over rows of k dks, the last valid row left out, to shared
     memory."""
     gate = load_fragment(warp.keys(smem.gate)).load()
-    total = row_fragment(cute.local_tile(smem.gate, (1, 64), (CHUNK - 1, warp.group))[0, None]).load()
+    total = row_fragment(cute.local_tile(smem.gate, (1, KEYS), (CHUNK - 1, warp.group))[0, None]).load()
     from_start = cute.math.exp2(gate, fastmath=True)
     parts.dq.store(parts.dq.load() * from_start * scale)
     parts.x.store(dx.load() * from_start)
     parts.dks.store(parts.dks.load() * cute.math.exp2(total - gate, fastmath=True))
     k = load_fragment(warp.keys(smem.k))
-    where = warp_tiles.coordinates(BLOCK, 64)
-    for n in range(64 // 8):
+    where = warp_tiles.coordinates(BLOCK, KEYS)
+    for n in range(KEYS // 8):
         for left in range(2):
             column_sum = cutlass.Float32(0.0)
             for upper in range(2):
@@ -196,7 +205,7 @@ def apply_gates(
                 column_sum = column_sum + chunks.select(row != last_row, k[spot] * parts.dks[spot], 0.0)
             for step in (4, 8, 16):
                 column_sum = column_sum + cute.arch.shuffle_sync_bfly(column_sum, offset=step)
-            smem.key_sums[warp.block, warp.group * 64 + where[(left, 0), 0, n][1]] = column_sum
+            smem.key_sums[warp.block, warp.group * KEYS + where[(left, 0), 0, n][1]] = column_sum
 
 
 def value_gradient(config: LocalConfig, smem: Smem, warp: Warp) -> cute.Tensor:
@@ -238,7 +247,7 @@ def inverse_gradient(config: LocalConfig, smem: Smem, warp: Warp) -> None:
 
 def _anchor(smem: Smem, warp: Warp, block: int | cutlass.Int32) -> cute.Tensor:
     """G of the last row of a block, as a fragment of the warp's columns."""
-    return row_fragment(cute.local_tile(smem.gate, (1, 64), (block * BLOCK + BLOCK - 1, warp.group))[0, None]).load()
+    return row_fragment(cute.local_tile(smem.gate, (1, KEYS), (block * BLOCK + BLOCK - 1, warp.group))[0, None]).load()
 
 
 def _step(smem: Smem, warp: Warp, block: int) -> cute.Tensor:
@@ -257,14 +266,14 @@ def earlier_blocks(smem: Smem, warp: Warp, parts: Fragments) -> None:
     With the anchor b_J = G of the last row of block J, both 2^(G_i - b_J) and kd_j = k_j 2^(b_J - G_j) are at most 1;
     the sums are carried from anchor to anchor by the whole blocks' decays, so that one operand kd serves all blocks.
     """
-    dqi, a = warp_tiles.accumulator(BLOCK, 64), warp_tiles.accumulator(BLOCK, 64)
+    dqi, a = warp_tiles.accumulator(BLOCK, KEYS), warp_tiles.accumulator(BLOCK, KEYS)
     for other in cutlass.range_constexpr(CHUNK // BLOCK - 1):
         if other < warp.block:
             if cutlass.const_expr(other > 0):
                 step = _step(smem, warp, other)
                 dqi.store(dqi.load() * step)
                 a.store(a.load() * step)
-            kd = cute.local_tile(transposed(smem.kd), (64, BLOCK), (warp.group, other))
+            kd = cute.local_tile(transposed(smem.kd), (KEYS, BLOCK), (warp.group, other))
             gemm(dqi, _square(smem.e, warp.block, other), kd)
             gemm(a, _square(smem.square, warp.block, other), kd)
     if warp.block > 0:
@@ -280,14 +289,14 @@ def later_blocks(smem: Smem, warp: Warp, parts: Fragments) -> None:
 
     The operands are qd_i = q_i 2^(G_i - b_(I-1)) and kbd_i = beta_i k_i 2^(G_i - b_(I-1)), at most the plain values.
     """
-    t = warp_tiles.accumulator(BLOCK, 64)
+    t = warp_tiles.accumulator(BLOCK, KEYS)
     for back in cutlass.range_constexpr(CHUNK // BLOCK - 1):
         other = CHUNK // BLOCK - 1 - back
         if other > warp.block:
             if cutlass.const_expr(back > 0):
                 t.store(t.load() * _step(smem, warp, other))
             for square, tile in ((smem.e, smem.qd), (smem.square, smem.kbd)):
-                operand = cute.local_tile(transposed(tile), (64, BLOCK), (warp.group, other))
+                operand = cute.local_tile(transposed(tile), (KEYS, BLOCK), (warp.group, other))
                 gemm(t, _square(transposed(square), warp.block, other), operand)
     if warp.block < CHUNK // BLOCK - 1:
         gate = load_fragment(warp.keys(smem.gate)).load()

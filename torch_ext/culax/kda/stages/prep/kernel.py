@@ -53,7 +53,11 @@ def entry(config: PrepConfig) -> tuple:
         gmem = roles.Gmem(q, k, v, g, beta, akk, table, minus_w, u, qg, kg, decay)
         if chunks * value_heads > 0:
             prep_kernel(gmem, value_heads, value_heads // q.shape[2], scale, config).launch(
-                grid=(chunks * value_heads, 1, 1), block=(config.threads, 1, 1), stream=stream
+                grid=(chunks * value_heads, 1, 1),
+                block=(config.threads, 1, 1),
+                min_blocks_per_mp=2,
+                preferred_smem_carveout=100,
+                stream=stream,
             )
 
     key, value = config.key_dim, config.value_dim
@@ -66,11 +70,11 @@ def entry(config: PrepConfig) -> tuple:
         fakes.column(cutlass.Float32),
         fakes.rows(bf16, CHUNK),
         fakes.table(),
-        fakes.tape(bf16, CHUNK, key),
-        fakes.tape(bf16, CHUNK, value),
-        fakes.tape(bf16, CHUNK, key),
-        fakes.tape(bf16, CHUNK, key),
-        fakes.tape(cutlass.Float32, key),
+        fakes.tape(CHUNK, key),
+        fakes.tape(CHUNK, value),
+        fakes.tape(CHUNK, key),
+        fakes.tape(CHUNK, key),
+        fakes.compact(key),
         cutlass.Float32(1.0),
         fakes.stream(),
     )

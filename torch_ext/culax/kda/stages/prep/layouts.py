@@ -12,10 +12,12 @@ from culax.kda.stages.prep.config import PrepConfig
 
 @dataclass(frozen=True)
 class Smem:
-    """Tiles: P [64, 64], the operands of W [64, K] and U [64, V] (their results afterwards), gate sums [4, K], beta
-    [64]."""
+    """Tiles: P [64, 64], q and k [64, K] (qg and kg afterwards), the operands of W [64, K] and U [64, V] (their results
+    afterwards), gate sums [4, K], beta [64]."""
 
     p: cute.Tensor
+    q: cute.Tensor
+    k: cute.Tensor
     keys: cute.Tensor
     values: cute.Tensor
     gate_sums: cute.Tensor
@@ -27,6 +29,8 @@ def allocate(config: PrepConfig) -> Smem:
     memory = cutlass.memory.SmemAllocator()
     return Smem(
         p=allocate_tiles(memory, CHUNK, CHUNK),
+        q=allocate_tiles(memory, CHUNK, config.key_dim),
+        k=allocate_tiles(memory, CHUNK, config.key_dim),
         keys=allocate_tiles(memory, CHUNK, config.key_dim),
         values=allocate_tiles(memory, CHUNK, config.value_dim),
         gate_sums=memory.allocate_tensor(

@@ -14,6 +14,9 @@ from culax.device.sizes import BLOCK, CHUNK, VECTOR
 from culax.kda.stages.prep.config import PrepConfig
 from culax.kda.stages.prep.layouts import Smem
 
+PAIR = 2
+"""Key columns of a lane when it works on columns."""
+
 
 @dataclass(frozen=True)
 class Gmem:
@@ -62,16 +65,21 @@ def _prepare_valid(
     warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
     value_head, head = heads
     chunks.load_rows(chunks.chunk_rows(gmem.akk, chunk, value_head), smem.p, chunk.rows, config.threads)
+    chunks.load_rows(chunks.chunk_rows(gmem.q, chunk, head), smem.q, chunk.rows, config.threads)
+    chunks.load_rows(chunks.chunk_rows(gmem.k, chunk, head), smem.k, chunk.rows, config.threads)
     chunks.load_rows(chunks.chunk_rows(gmem.v, chunk, value_head), smem.values, chunk.rows, config.threads)
     cute.arch.cp_async_commit_group()
     gates.load_beta(chunks.chunk_column(gmem.beta, chunk, value_head), smem.beta, chunk.rows)
-    gate = gates.cumulate(chunks.chunk_rows(gmem.g, chunk, value_head), smem.gate_sums, chunk.rows, config.key_dim)
+    gate = gates.cumulate(chunks.chunk_rows(gmem.g, chunk, value_head), smem.gate_sums, chunk.rows, PAIR)
     cute.arch.cp_async_wait_group(0)
     cute.arch.sync_threads()
     _scale_rows(smem.values, smem.beta, config.threads)
-    before, last = gates.before_and_last(gate, smem.gate_sums, config.key_dim)
-    _write_columns(gmem, smem, (index, value_head), chunk, head, (gate, before, last), scale, config)
+    before, last = gates.before_and_last(smem.gate_sums, PAIR)
+    _apply_gates(smem, (gate, before, last), scale, config)
+    _write_decay(gmem.decay[index, value_head, None], last, config)
     cute.arch.sync_threads()
+    chunks.store_tile(smem.q, gmem.qg[index, value_head, None, None], config.threads)
+    chunks.store_tile(smem.k, gmem.kg[index, value_head, None, None], config.threads)
     block, group = warp // (config.key_dim // 64), warp % (config.key_dim // 64)
     p = cute.local_tile(smem.p, (BLOCK, CHUNK), (block, 0))
     w = warp_tiles.accumulator(BLOCK, 64)
@@ -84,8 +92,8 @@ def _prepare_valid(
     warp_tiles.store_fragment(w, cute.local_tile(smem.keys, (BLOCK, 64), (block, group)))
     warp_tiles.store_fragment(u, cute.local_tile(smem.values, (BLOCK, width), (block, group)))
     cute.arch.sync_threads()
-    chunks.store_rows(smem.keys, gmem.minus_w[index, value_head, None, None], CHUNK, config.threads)
-    chunks.store_rows(smem.values, gmem.u[index, value_head, None, None], CHUNK, config.threads)
+    chunks.store_tile(smem.keys, gmem.minus_w[index, value_head, None, None], config.threads)
+    chunks.store_tile(smem.values, gmem.u[index, value_head, None, None], config.threads)
 
 
 def _scale_rows(tile: cute.Tensor, beta: cute.Tensor, threads: int) -> None:
@@ -98,39 +106,26 @@ def _scale_rows(tile: cute.Tensor, beta: cute.Tensor, threads: int) -> None:
         vector.store((vector.load().to(cutlass.Float32) * beta[row]).to(cutlass.BFloat16))
 
 
-def _write_columns(
-    gmem: Gmem,
-    smem: Smem,
-    where: tuple[cutlass.Int32, cutlass.Int32],
-    chunk: chunks.Chunk,
-    head: cutlass.Int32,
-    gate: tuple[cute.Tensor, cute.Tensor, cute.Tensor],
-    scale: cutlass.Float32,
-    config: PrepConfig,
+def _apply_gates(
+    smem: Smem, gate: tuple[cute.Tensor, cute.Tensor, cute.Tensor], scale: cutlass.Float32, config: PrepConfig
 ) -> None:
-    """F3's elementwise part: -beta k 2^G to shared memory; s q 2^G, k 2^(G_last - G) and 2^G_last to global memory."""
+    """F3's elementwise part: -beta k 2^G as W's operand, and in place s q 2^G and k 2^(G_last - G)."""
     inside, before, last = gate
-    block, pair = gates.column_owner(config.key_dim)
-    q, k = chunks.chunk_rows(gmem.q, chunk, head), chunks.chunk_rows(gmem.k, chunk, head)
-    qg, kg = (tape[where[0], where[1], None, None] for tape in (gmem.qg, gmem.kg))
+    block, place = gates.column_owner(config.key_dim, PAIR)
     for r in range(BLOCK):
         row = block * BLOCK + r
-        q_pair, k_pair = gates.load_pair(q, row, pair, chunk.rows), gates.load_pair(k, row, pair, chunk.rows)
-        out_q, out_k, out_w = (cute.make_rmem_tensor((1, 2), cutlass.BFloat16) for _ in range(3))
-        for c in range(2):
-            total = before[c] + inside[r, c]
-            from_start = chunks.exp2(total)
-            out_w[0, c] = (-smem.beta[row] * k_pair[c] * from_start).to(cutlass.BFloat16)
-            out_q[0, c] = (scale * q_pair[c] * from_start).to(cutlass.BFloat16)
-            out_k[0, c] = (k_pair[c] * chunks.exp2(last[c] - total)).to(cutlass.BFloat16)
-        for source, target in ((out_w, smem.keys), (out_q, qg), (out_k, kg)):
-            cute.autovec_copy(source, cute.local_tile(target, (1, 2), (row, pair)))
-    decay = cute.local_tile(gmem.decay[where[0], where[1], None], (2,), (pair,))
-    _write_decay(decay, last, block == 0)
+        q, k = (gates.read_cells(tile, row, place, PAIR) for tile in (smem.q, smem.k))
+        total = [before[c] + inside[r, c] for c in range(PAIR)]
+        start = [chunks.exp2(total[c]) for c in range(PAIR)]
+        gates.write_cells(smem.keys, row, place, [-smem.beta[row] * k[c] * start[c] for c in range(PAIR)])
+        gates.write_cells(smem.q, row, place, [scale * q[c] * start[c] for c in range(PAIR)])
+        gates.write_cells(smem.k, row, place, [k[c] * chunks.exp2(last[c] - total[c]) for c in range(PAIR)])
 
 
 @cute.jit
-def _write_decay(target: cute.Tensor, last: cute.Tensor, mine: cutlass.Boolean) -> None:
-    if mine:
-        for c in cutlass.range_constexpr(2):
+def _write_decay(row: cute.Tensor, last: cute.Tensor, config: cutlass.Constexpr) -> None:
+    block, place = gates.column_owner(config.key_dim, PAIR)
+    if block == 0:
+        target = cute.local_tile(row, (PAIR,), (place,))
+        for c in cutlass.range_constexpr(PAIR):
             target[c] = chunks.exp2(last[c])

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from culax.device.sizes import BLOCK, CHUNK, tile_elements
+from culax.device.sizes import BLOCK, CHUNK, barrier_bytes, tile_elements
 
 
 @dataclass(frozen=True)
@@ -15,9 +15,19 @@ class ReverseScanConfig:
     stages: int = 3
 
     @property
+    def warps(self) -> int:
+        """Each makes a block of 16 by 16 of [64, columns]."""
+        return CHUNK // BLOCK * self.columns // BLOCK
+
+    @property
     def threads(self) -> int:
-        """Four warps: warp w owns K / 4 rows of the state's gradient and 16 rows of dvn."""
-        return CHUNK // BLOCK * 32
+        """32 a warp."""
+        return 32 * self.warps
+
+    @property
+    def widths(self) -> tuple[int, int]:
+        """Value columns of a CTA, and of a warp's share of the state, which has 16 rows."""
+        return self.columns, self.columns * self.key_dim // BLOCK // self.warps
 
     @property
     def stage_bytes(self) -> int:
@@ -27,6 +37,6 @@ class ReverseScanConfig:
 
     @property
     def smem_bytes(self) -> int:
-        """The stages, the state's gradient [K, columns] and dvn [64, columns] as operands."""
-        operands = tile_elements(self.key_dim, self.columns) + tile_elements(CHUNK, self.columns)
-        return self.stages * self.stage_bytes + 2 * operands
+        """The stages, the state's gradient [K, columns] twice and dvn [64, columns] as operands."""
+        operands = 2 * tile_elements(self.key_dim, self.columns) + tile_elements(CHUNK, self.columns)
+        return self.stages * self.stage_bytes + barrier_bytes(self.stages) + 2 * operands

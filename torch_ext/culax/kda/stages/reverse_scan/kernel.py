@@ -1,7 +1,7 @@
 """Reverse scan: the gradient of the state after every chunk and dvn, sequential over a sequence's chunks from the last
 (B1, B2).
 
-One CTA a sequence, value head and slice of value columns, four warps, one role; dS stays in registers in fp32.
+One CTA a sequence, value head and slice of value columns, eight warps, one role; dS stays in registers in fp32.
 Pipeline: cp.async by all threads, `stages` deep, one chunk a stage and a group; a stage is refilled after the barrier
 that follows the last read of it. Two barriers a chunk: one for the dS operand and the arrived stage, one for the dvn
 operand.
@@ -53,19 +53,19 @@ def entry(config: ReverseScanConfig) -> tuple:
             )
 
     key, value = config.key_dim, config.value_dim
-    bf16, fp32 = cutlass.BFloat16, cutlass.Float32
+    bf16 = cutlass.BFloat16
     return reverse_scan, (
-        fakes.tape(bf16, CHUNK, key),
-        fakes.tape(bf16, CHUNK, key),
-        fakes.tape(bf16, CHUNK, key),
-        fakes.tape(fp32, key),
+        fakes.tape(CHUNK, key),
+        fakes.tape(CHUNK, key),
+        fakes.tape(CHUNK, key),
+        fakes.compact(key),
         fakes.rows(bf16, value),
         fakes.rows(bf16, CHUNK),
         fakes.table(),
         fakes.vector(cutlass.Int32),
-        fakes.tape(fp32, key, value),
-        fakes.tape(bf16, key, value),
-        fakes.tape(bf16, CHUNK, value),
-        fakes.tape(fp32, key, value),
+        fakes.compact(key, value),
+        fakes.tape(key, value),
+        fakes.tape(CHUNK, value),
+        fakes.compact(key, value),
         fakes.stream(),
     )

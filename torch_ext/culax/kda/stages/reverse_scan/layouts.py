@@ -5,6 +5,7 @@ from dataclasses import dataclass
 import cutlass
 import cutlass.cute as cute
 
+from culax.device.bulk import allocate_barriers
 from culax.device.sizes import CHUNK
 from culax.device.warp_tiles import allocate_tiles
 from culax.kda.stages.reverse_scan.config import ReverseScanConfig
@@ -20,6 +21,7 @@ class Smem:
     kg: cute.Tensor
     aqk: cute.Tensor
     do: cute.Tensor
+    arrived: cute.Pointer
     decay: cute.Tensor
     state: cute.Tensor
     dvn: cute.Tensor
@@ -36,7 +38,8 @@ def allocate(config: ReverseScanConfig) -> Smem:
         kg=allocate_tiles(memory, CHUNK, config.key_dim, stages),
         aqk=allocate_tiles(memory, CHUNK, CHUNK, stages),
         do=allocate_tiles(memory, CHUNK, config.columns, stages),
+        arrived=allocate_barriers(memory, stages),
         decay=memory.allocate_tensor(cutlass.Float32, decay, 16),
-        state=allocate_tiles(memory, config.key_dim, config.columns),
+        state=allocate_tiles(memory, config.key_dim, config.columns, 2),
         dvn=allocate_tiles(memory, CHUNK, config.columns),
     )

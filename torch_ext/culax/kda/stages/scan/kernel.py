@@ -1,6 +1,6 @@
 """Scan: the state before every chunk and v_new, sequential over a sequence's chunks (F4).
 
-One CTA a sequence, value head and slice of value columns, four warps, one role; the state stays in registers in fp32.
+One CTA a sequence, value head and slice of value columns, eight warps, one role; the state stays in registers in fp32.
 Pipeline: cp.async by all threads, `stages` deep, a chunk's -W, kg, U and decay a stage, one group a chunk; a stage is
 refilled after the barrier that follows the last read of it. Two barriers a chunk: one for the state operand and the
 arrived stage, one for the v_new operand.
@@ -48,16 +48,15 @@ def entry(config: ScanConfig) -> tuple:
             )
 
     key, value = config.key_dim, config.value_dim
-    bf16 = cutlass.BFloat16
     return scan, (
-        fakes.tape(bf16, CHUNK, key),
-        fakes.tape(bf16, CHUNK, value),
-        fakes.tape(bf16, CHUNK, key),
-        fakes.tape(cutlass.Float32, key),
+        fakes.tape(CHUNK, key),
+        fakes.tape(CHUNK, value),
+        fakes.tape(CHUNK, key),
+        fakes.compact(key),
         fakes.vector(cutlass.Int32),
-        fakes.tape(cutlass.Float32, key, value),
-        fakes.tape(bf16, key, value),
-        fakes.tape(bf16, CHUNK, value),
-        fakes.tape(cutlass.Float32, key, value),
+        fakes.compact(key, value),
+        fakes.tape(key, value),
+        fakes.tape(CHUNK, value),
+        fakes.compact(key, value),
         fakes.stream(),
     )

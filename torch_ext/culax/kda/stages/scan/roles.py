@@ -1,7 +1,7 @@
-"""What the warps of the scan kernel do; one role, four warps alike.
+"""What the warps of the scan kernel do; one role, all warps alike.
 
-Equation numbers are those of kda/README.md. Warp w keeps rows K/4 w .. of the state [K, columns] as fp32 accumulators
-over all chunks, and makes rows 16 w .. of v_new.
+Equation numbers are those of kda/README.md. A warp keeps 16 rows of the state [K, columns] as fp32 accumulators over
+all chunks, and makes a block of 16 x 16 of v_new (device/states.py).
 """
 
 from dataclasses import dataclass
@@ -9,8 +9,8 @@ from dataclasses import dataclass
 import cutlass
 import cutlass.cute as cute
 
-from culax.device import chunks, states, warp_tiles
-from culax.device.sizes import BLOCK, CHUNK
+from culax.device import bulk, chunks, states, warp_tiles
+from culax.device.sizes import BLOCK
 from culax.kda.stages.scan.layouts import Smem
 
 
@@ -34,32 +34,48 @@ class Gmem:
 def scan(config: cutlass.Constexpr, gmem: Gmem, smem: Smem, place: states.Place) -> None:
     """F4 over the chunks of one sequence: v_new = U - W S; S <- 2^G_last S + kg^T v_new; h is S before each chunk."""
     first, past = gmem.bounds[place.sequence], gmem.bounds[place.sequence + 1]
-    warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
-    key_rows = config.key_dim // 4
-    state = states.load_state(gmem.initial, place, key_rows, config.columns)
+    share = states.share_of_warp(config.key_dim)
+    state = states.load_state(gmem.initial, place, share, config.widths)
+    if past > first:
+        _scan_chunks(config, gmem, smem, place, share, state, (first, past))
+    states.store_state(state, gmem.final, place, share, config.widths)
+
+
+@cute.jit
+def _scan_chunks(
+    config: cutlass.Constexpr,
+    gmem: Gmem,
+    smem: Smem,
+    place: states.Place,
+    share: states.Share,
+    state: cute.Tensor,
+    run: tuple[cutlass.Int32, cutlass.Int32],
+) -> None:
+    first, past = run
+    width = config.widths[1]
+    bulk.init_barriers(smem.arrived, config.stages)
     for ahead in cutlass.range_constexpr(config.stages - 1):
         _load(config, gmem, smem, place, first + ahead, past, ahead)
     for index in cutlass.range(first, past, unroll=1):
-        stage = (index - first) % config.stages
-        # All warps have passed the previous chunk's second barrier, so nobody reads the state operand any more.
-        warp_tiles.store_fragment(state, cute.local_tile(smem.state, (key_rows, config.columns), (warp, 0)))
+        stage, operand = (index - first) % config.stages, smem.state[None, None, (index - first) % 2]
+        # This operand was last read for the chunk before the previous one; a barrier has passed since.
+        warp_tiles.store_fragment(state, share.of_state(operand, width))
         cute.arch.cp_async_wait_group(config.stages - 2)
+        cute.arch.mbarrier_wait(smem.arrived + stage, (index - first) // config.stages % 2)
         cute.arch.sync_threads()
-        # The barrier ends every warp's reads of the previous chunk's stage; only now may it be refilled.
-        refill = (index - first + config.stages - 1) % config.stages
-        _load(config, gmem, smem, place, index + config.stages - 1, past, refill)
-        v_new = warp_tiles.load_fragment(cute.local_tile(smem.u[None, None, stage], (BLOCK, config.columns), (warp, 0)))
-        minus_w = cute.local_tile(smem.minus_w[None, None, stage], (BLOCK, config.key_dim), (warp, 0))
-        warp_tiles.gemm(v_new, minus_w, warp_tiles.transposed(smem.state))
-        warp_tiles.store_fragment(v_new, cute.local_tile(smem.v_new, (BLOCK, config.columns), (warp, 0)))
-        states.store_slice(smem.state, gmem.h, index, place, config.threads)
+        # The barrier lies behind every warp's last read of the previous chunk's stage: it may be refilled.
+        ahead = index + config.stages - 1
+        _load(config, gmem, smem, place, ahead, past, (ahead - first) % config.stages)
+        v_new = warp_tiles.load_fragment(share.of_rows(smem.u[None, None, stage]))
+        minus_w = share.tokens(smem.minus_w[None, None, stage])
+        warp_tiles.gemm(v_new, minus_w, share.values(warp_tiles.transposed(operand)))
+        warp_tiles.store_fragment(v_new, share.of_rows(smem.v_new))
+        warp_tiles.scale_rows(state, cute.local_tile(smem.decay[None, stage], (BLOCK,), (share.row,)))
         cute.arch.sync_threads()
-        states.store_slice(smem.v_new, gmem.v_new, index, place, config.threads)
-        decay = cute.local_tile(smem.decay[None, stage], (key_rows,), (warp,))
-        warp_tiles.scale_rows(state, decay)
-        kg = cute.local_tile(warp_tiles.transposed(smem.kg[None, None, stage]), (key_rows, CHUNK), (warp, 0))
-        warp_tiles.gemm(state, kg, warp_tiles.transposed(smem.v_new))
-    states.store_state(state, gmem.final, place, key_rows, config.columns)
+        kg = share.keys(warp_tiles.transposed(smem.kg[None, None, stage]))
+        warp_tiles.gemm(state, kg, share.state_values(warp_tiles.transposed(smem.v_new), width))
+        for tile, tape in ((operand, gmem.h), (smem.v_new, gmem.v_new)):
+            chunks.store_tile(tile, states.slice_of(tape, index, place, config.columns), config.threads)
 
 
 @cute.jit
@@ -72,12 +88,19 @@ def _load(
     past: cutlass.Int32,
     stage: cutlass.Int32,
 ) -> None:
-    """Start the loads of one chunk into a stage; a group is committed in any case, so that groups count chunks."""
+    """Start the loads of one chunk into a stage: bulk copies, and a cp.async group for U's columns.
+
+    A group is committed in any case, so that groups count chunks.
+    """
     if index < past:
-        for tape, tile in ((gmem.minus_w, smem.minus_w), (gmem.kg, smem.kg)):
-            rows = tape[index, place.value_head, None, None]
-            chunks.load_rows(rows, tile[None, None, stage], CHUNK, config.threads)
-        u = cute.local_tile(gmem.u[index, place.value_head, None, None], (CHUNK, config.columns), (0, place.slice))
-        chunks.load_rows(u, smem.u[None, None, stage], CHUNK, config.threads)
-        chunks.load_vector(gmem.decay[index, place.value_head, None], smem.decay[None, stage])
+        if cute.arch.thread_idx()[0] == 0:
+            head = place.value_head
+            pairs = [
+                (gmem.minus_w[index, head, None, None], smem.minus_w[None, None, stage]),
+                (gmem.kg[index, head, None, None], smem.kg[None, None, stage]),
+                (gmem.decay[index, head, None], smem.decay[None, stage]),
+            ]
+            bulk.load_images(pairs, smem.arrived + stage)
+        u = states.slice_of(gmem.u, index, place, config.columns)
+        chunks.load_tile(u, smem.u[None, None, stage], config.threads)
     cute.arch.cp_async_commit_group()
