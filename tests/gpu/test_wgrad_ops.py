@@ -64,11 +64,16 @@ def shifted(tensor: Tensor) -> Tensor:
     return flat[1:].view(tensor.shape)
 
 
+def shifted_and_padded(tensor: Tensor) -> Tensor:
+    """Rows 8 elements longer than needed, the first element left out."""
+    return torch.nn.functional.pad(tensor, (1, 7))[:, 1 : 1 + tensor.shape[1]]
+
+
 def k_major(tensor: Tensor) -> Tensor:
     return tensor.t().contiguous().t()
 
 
-@pytest.mark.parametrize("change", [padded, shifted, k_major], ids=lambda change: change.__name__)
+@pytest.mark.parametrize("change", [padded, shifted, shifted_and_padded, k_major], ids=lambda change: change.__name__)
 @pytest.mark.parametrize("which", ["mat_a", "mat_b", "both"])
 def test_operands_in_other_places_and_strides(which: str, change) -> None:
     a, b = rows()
@@ -90,7 +95,7 @@ def test_few_tokens(tokens: int, accumulate: bool) -> None:
 
 
 @pytest.mark.parametrize("accumulate", [False, True], ids=["overwrite", "accumulate"])
-@pytest.mark.parametrize("kind", ["dense", "list", "transposed", "shifted_list", "strided_experts"])
+@pytest.mark.parametrize("kind", ["dense", "list", "transposed", "shifted_list", "padded_list", "strided_experts"])
 def test_outputs_in_other_places_and_strides(kind: str, accumulate: bool) -> None:
     a, b = rows()
     experts, shape = len(SIZES.experts), (SIZES.m, SIZES.n)
@@ -101,6 +106,7 @@ def test_outputs_in_other_places_and_strides(kind: str, accumulate: bool) -> Non
         "shifted_list": lambda: [
             torch.empty(shape[0] * shape[1] + 1, device=DEVICE)[1:].view(shape) for _ in range(experts)
         ],
+        "padded_list": lambda: [torch.empty(shape[0], shape[1] + 8, device=DEVICE)[:, :-8] for _ in range(experts)],
         "strided_experts": lambda: torch.empty(experts, 2, *shape, device=DEVICE)[:, 1],
     }
     out = make[kind]()

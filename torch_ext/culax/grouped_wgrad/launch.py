@@ -30,7 +30,7 @@ def run(
 ) -> None:
     """Fill outs (E, M, N), or E tensors (M, N), as plan.problem says. No host synchronisation; legal in a capture.
 
-    Outputs that TMA cannot address (rows not dense, or not 16-byte aligned) go through a dense copy.
+    Outputs that are not dense matrices at 16-byte aligned addresses go through a copy.
     """
     assert scales is None, "plan() refuses block-scaled operands"
     problem = plan.problem
@@ -47,14 +47,17 @@ def run(
 
 def _run(plan: Plan, outs: Tensor | list[Tensor], mat_a: Tensor, mat_b: Tensor, offs: Tensor) -> None:
     problem, config = plan.problem, plan.config
-    mat_a, mat_b = _operand(mat_a, config.a_major), _operand(mat_b.t(), config.b_major).t()
+    if config.ragged:
+        mat_a, mat_b = _dense(mat_a), _dense(mat_b.t()).t()
+    else:
+        mat_a, mat_b = _operand(mat_a, config.a_major), _operand(mat_b.t(), config.b_major).t()
     if offs.dtype is not torch.int32:
         offs = offs.clamp(0, problem.tokens).to(torch.int32)
     workspace = None
     if config.slots:
         workspace = torch.empty((problem.experts, config.slots, 16), dtype=torch.int64, device=mat_a.device)
     written = [outs] if isinstance(outs, Tensor) else outs
-    dense = [out if _addressable(out) else out.contiguous().clone() for out in written]
+    dense = [out if _addressable(out) else out.clone(memory_format=torch.contiguous_format) for out in written]
     target = _addresses(dense) if problem.discrete else dense[0]
     sms = _multiprocessors(mat_a.device.index)
     _kernel(plan)(mat_a, mat_b, offs.contiguous(), target, workspace, sms)
@@ -63,20 +66,27 @@ def _run(plan: Plan, outs: Tensor | list[Tensor], mat_a: Tensor, mat_b: Tensor, 
             out.copy_(copy)
 
 
+def _dense(blocks: Tensor) -> Tensor:
+    """Expert-major blocks at a 16-byte aligned address; they are one dense buffer."""
+    return blocks.clone() if blocks.data_ptr() % 16 else blocks
+
+
 def _operand(matrix: Tensor, major: str) -> Tensor:
-    """An operand seen as (X, T), 16-byte aligned, with a stride TMA can take where T is 1."""
+    """An operand seen as (X, T) at a 16-byte aligned address, with a stride TMA can take where T is 1."""
     if matrix.data_ptr() % 16:
-        matrix = matrix.clone()
+        rows, columns = matrix.shape if major == "k" else matrix.shape[::-1]
+        copy = matrix.new_empty((rows, -(-columns // 8) * 8))[:, :columns]
+        matrix = (copy if major == "k" else copy.t()).copy_(matrix)
     if matrix.shape[1] == 1 and major == "mn":
         matrix = matrix.as_strided(matrix.shape, (1, matrix.shape[0]))
     return matrix
 
 
 def _addressable(out: Tensor) -> bool:
-    """Rows dense, every other stride and the address a multiple of 16 bytes."""
-    *outer, inner = out.stride()
-    step = 16 // out.element_size()
-    return inner == 1 and out.data_ptr() % 16 == 0 and all(stride > 0 and stride % step == 0 for stride in outer)
+    """Whether the kernel can write an output in place: contiguous (M, N) at an aligned address, any aligned step of E."""
+    if out.data_ptr() % 16:
+        return False
+    return out.is_contiguous() or (out.dim() == 3 and out[0].is_contiguous() and out.stride(0) % 8 == 0)
 
 
 def _addresses(outs: list[Tensor]) -> Tensor:
