@@ -83,10 +83,10 @@ def _operand(matrix: Tensor, major: str) -> Tensor:
 
 
 def _addressable(out: Tensor) -> bool:
-    """Whether the kernel can write an output in place: contiguous (M, N) at an aligned address, any aligned step of E."""
-    if out.data_ptr() % 16:
-        return False
-    return out.is_contiguous() or (out.dim() == 3 and out[0].is_contiguous() and out.stride(0) % 8 == 0)
+    """Whether the kernel can write into an output: dense (M, N) at 16-byte aligned addresses, one an expert."""
+    *expert, row, column = out.stride()
+    dense = column == 1 and row == out.shape[-1]
+    return dense and out.data_ptr() % 16 == 0 and all(step % 8 == 0 for step in expert)
 
 
 def _addresses(outs: list[Tensor]) -> Tensor:
