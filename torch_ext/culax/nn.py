@@ -105,7 +105,7 @@ class GroupedLinear(nn.Module):
             self._main_grad = main_grad
         else:
             self.weight.main_grad = main_grad  # type: ignore[attr-defined]
-            # Already true when the forward sets it: inside a compiled checkpoint an attribute may not change.
+            # Already true when the forward looks: inside a compiled checkpoint no attribute may be set.
             self.weight.grad_added_to_main_grad = True  # type: ignore[attr-defined]
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "GroupedLinear":
@@ -140,7 +140,8 @@ class GroupedLinear(nn.Module):
             if self._main_grad is None:
                 self._main_grad = self._new_main_grad()
             self._attach_main_grad(self._main_grad)
-        weight.grad_added_to_main_grad = True  # type: ignore[attr-defined]
+        if not getattr(weight, "grad_added_to_main_grad", False):
+            weight.grad_added_to_main_grad = True  # type: ignore[attr-defined]
         return torch.ops.culax._grouped_mm_main_grad(x, weight, offs, weight.main_grad)  # type: ignore[attr-defined]
 
     def forward(self, x: Tensor, offs: Tensor) -> Tensor:
