@@ -47,9 +47,7 @@ def run(
 
 def _run(plan: Plan, outs: Tensor | list[Tensor], mat_a: Tensor, mat_b: Tensor, offs: Tensor) -> None:
     problem, config = plan.problem, plan.config
-    if config.ragged:
-        mat_a, mat_b = _dense(mat_a), _dense(mat_b.t()).t()
-    else:
+    if (mat_a.data_ptr() | mat_b.data_ptr()) % 16 or problem.tokens == 1:
         mat_a, mat_b = _operand(mat_a, config.a_major), _operand(mat_b.t(), config.b_major).t()
     if offs.dtype is not torch.int32:
         offs = offs.clamp(0, problem.tokens).to(torch.int32)
@@ -66,16 +64,15 @@ def _run(plan: Plan, outs: Tensor | list[Tensor], mat_a: Tensor, mat_b: Tensor, 
             out.copy_(copy)
 
 
-def _dense(blocks: Tensor) -> Tensor:
-    """Expert-major blocks at a 16-byte aligned address; they are one dense buffer."""
-    return blocks.clone() if blocks.data_ptr() % 16 else blocks
-
-
 def _operand(matrix: Tensor, major: str) -> Tensor:
-    """An operand seen as (X, T) at a 16-byte aligned address, with a stride TMA can take where T is 1."""
+    """An operand seen as (X, T) at a 16-byte aligned address, with a pitch TMA can take where T is 1.
+
+    An expert-major operand is one dense buffer, so its copy must be: its pitch is never used.
+    """
     if matrix.data_ptr() % 16:
         rows, columns = matrix.shape if major == "k" else matrix.shape[::-1]
-        copy = matrix.new_empty((rows, -(-columns // 8) * 8))[:, :columns]
+        pitch = columns if matrix.is_contiguous() else -(-columns // 8) * 8
+        copy = matrix.new_empty((rows, pitch))[:, :columns]
         matrix = (copy if major == "k" else copy.t()).copy_(matrix)
     if matrix.shape[1] == 1 and major == "mn":
         matrix = matrix.as_strided(matrix.shape, (1, matrix.shape[0]))
