@@ -114,7 +114,7 @@ def checks_table(checks: Sequence[Check]) -> Table:
         note = str(reasons.setdefault(reason, len(reasons) + 1)) if reason else ""
         error = "" if check.error is None else f"{check.error:.1e}"
         bound = "" if check.bound is None else f"{check.bound:.0e}"
-        ms = "" if check.ms is None else f"{check.ms:.3g}"
+        ms = "" if check.ms is None else f"{check.ms:.0f}" if check.ms >= 100 else f"{check.ms:.3g}"
         style = {"right": "green", "not run": "dim"}.get(check.status, "bold red")
         table.add_row(check.op, check.mode, f"[{style}]{check.status}[/]", error, bound, ms, note)
     table.caption = "\n".join(f"{number}: {escape(reason)}" for reason, number in reasons.items())
