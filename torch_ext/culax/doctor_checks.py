@@ -199,7 +199,10 @@ def _direct(function: Function, device: torch.device) -> Runner:
         outputs = function(*leaves)
         forward_ms = clock.lap()
         gradients = torch.autograd.grad(outputs, wanted, data.output_gradients)
-        return Outcome(tuple(x.detach() for x in outputs), gradients, forward_ms, clock.lap())
+        backward_ms = clock.lap()
+        # A graphed callable returns static buffers, which its next call overwrites.
+        outputs, gradients = (tuple(x.detach().clone() for x in results) for results in (outputs, gradients))
+        return Outcome(outputs, gradients, forward_ms, backward_ms)
 
     return run
 

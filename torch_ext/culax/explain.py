@@ -116,7 +116,8 @@ def explain(op: Op, *inputs: Any, **others: Any) -> Explanation:
 def warmup(op: Op, *example_inputs: Any, **others: Any) -> Explanation:
     """Load or build the kernels that ``op`` needs for such inputs, so that a CUDA graph capture finds them ready.
 
-    Takes the arguments of :func:`explain` and returns what it returns. Where plain torch runs the op, nothing is done.
+    Takes the arguments of :func:`explain` and returns what it returns. Where plain torch runs the op on CUDA, cuBLAS is
+    made ready: its first call may not fall into a capture either.
 
     Raises:
         ValueError: an unknown op, or arguments the op itself would refuse.
@@ -127,4 +128,7 @@ def warmup(op: Op, *example_inputs: Any, **others: Any) -> Explanation:
     if choice.backend == "cutedsl":
         family = "kda" if name in kda_checks.VALIDATORS else "grouped_wgrad"
         importlib.import_module(f"culax.{family}.launch").warm(choice.plan, device)
+    elif device.type == "cuda":
+        with torch.cuda.device(device):
+            torch.cuda.current_blas_handle()
     return _explanation(name, choice)
