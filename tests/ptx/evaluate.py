@@ -78,6 +78,11 @@ PURE = frozenset(
 )
 
 
+def constant(text: str) -> int | None:
+    """The number that an operand spells, or None."""
+    return int(text.rstrip("U"), 0) & ((1 << 64) - 1) if re.fullmatch(r"-?(0[xX][0-9a-fA-F]+|\d+)U?", text) else None
+
+
 def width(op: str) -> int:
     """Bits of the result: of the last typed suffix but for conversions, whose first one counts."""
     bits = re.findall(r"\.[bus](8|16|32|64)\b", op)
@@ -187,6 +192,7 @@ def _integer(op: str, parts: list[str], numbers: list[int], bits: int) -> Value:
     """The same, all operands being numbers."""
     signed = parts[-1].startswith("s")
     source_bits = int(re.findall(r"\d+", parts[-1])[0]) if re.findall(r"\d+", parts[-1]) else bits
+    numbers = [number & ((1 << source_bits) - 1) for number in numbers] if op != "mad" else numbers
     if signed and op in ("cvt", "shr", "min", "max", "mul", "mad"):
         numbers[0] = _signed(numbers[0], source_bits)
         if op in ("min", "max", "mul", "mad"):
@@ -198,6 +204,8 @@ def _integer(op: str, parts: list[str], numbers: list[int], bits: int) -> Value:
         return numbers[0] & mask
     if op == "shr":
         return (numbers[0] >> min(numbers[1], 64)) & mask
+    if op == "mul" and "hi" in parts:
+        return (numbers[0] * numbers[1] >> bits) & mask
     if op in ("mul", "mad") and "hi" not in parts:
         return (numbers[0] * numbers[1] + (numbers[2] if op == "mad" else 0)) & mask
     if op in ("min", "max") and "relu" not in parts:

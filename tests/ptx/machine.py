@@ -17,8 +17,10 @@ from typing import Generic, TypeVar
 from tests.ptx import evaluate
 from tests.ptx.evaluate import LARGE, LARGE_FROM, Comparison, Unknown, Value
 from tests.ptx.flow import written
+from tests.ptx.remainders import moduli
 from tests.ptx.slicing import END, Slice, slice_kernel
 from tests.ptx.text import REGISTER, Instruction, Kernel
+from tests.ptx.values import Values
 
 SHARED_BASE = 1024  # where dynamic shared memory is taken to begin: its declared alignment
 _STATIC_BASE = 0x39000
@@ -72,6 +74,7 @@ class Machine:
         opaque = frozenset(i.op.split(".")[0] for i in kernel.instructions) - evaluate.PURE
         self._slice: Slice = slice_kernel(kernel, events, operands, opaque)
         self._merges = frozenset(leader for leader in kernel.leaders if len(kernel.predecessors[leader]) != 1)
+        self._moduli = moduli(kernel, Values(kernel))
         self._symbols: dict[str, int] = {}
         self._tid = 0
         self.rank = 0  # of the followed thread's block in its cluster
@@ -90,8 +93,8 @@ class Machine:
             if text == "%cluster_ctarank":
                 return self.rank
             return registers.get(text)
-        if re.fullmatch(r"-?(0[xX][0-9a-fA-F]+|\d+)U?", text):
-            return int(text.rstrip("U"), 0) & ((1 << 64) - 1)
+        if (number := evaluate.constant(text)) is not None:
+            return number
         if "shmem" in text and re.fullmatch(r"[$\w]+", text):
             return SHARED_BASE
         if re.fullmatch(r"[$A-Za-z_]\w*", text) and "param" not in text:
@@ -146,7 +149,7 @@ class Machine:
 
     def _settled(self, state: _State[Monitor], values_at: dict[tuple[int, str], set[Value]]) -> _State[Monitor]:
         """`state` at a block's start with dead registers dropped and counters that ran far made large."""
-        live = self._slice.live[state.index]
+        live = self._slice.live.get(state.index, self._slice.registers)
         registers = []
         for name, value in state.registers:
             if name not in live or value is None:
@@ -187,6 +190,8 @@ class Machine:
                     monitor = handle(instruction, Reader(self, registers), monitor)
                 if index in self._slice.instructions:
                     self._define(instruction, guard is True, registers, facts)
+                    if index in self._moduli and not isinstance(registers.get(instruction.args[0]), int):
+                        return self._each_remainder(instruction, registers, facts, monitor)
             if instruction.op in ("ret", "exit") and guard is True:
                 return []
             index += 1
@@ -194,6 +199,20 @@ class Machine:
                 return []
             if index in self._merges:
                 return [_State(index, tuple(registers.items()), frozenset(facts.items()), monitor)]
+
+    def _each_remainder(
+        self, instruction: Instruction, registers: dict[str, Value], facts: dict[Comparison, bool], monitor: Monitor
+    ) -> list[_State[Monitor]]:
+        """One state for each value an unknown remainder can have."""
+        return [
+            _State(
+                instruction.index + 1,
+                tuple({**registers, instruction.args[0]: remainder}.items()),
+                frozenset(facts.items()),
+                monitor,
+            )
+            for remainder in range(self._moduli[instruction.index])
+        ]
 
     def _guard(
         self, instruction: Instruction, registers: dict[str, Value], facts: dict[Comparison, bool]

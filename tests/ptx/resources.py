@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 MOST_SHARED = 232_448  # bytes a block may have on SM90 and SM100
+RESERVED_SHARED = 1024  # of the system, beyond those; the assembler counts them as static
 MOST_REGISTERS = 65_536  # of one multiprocessor
 
 

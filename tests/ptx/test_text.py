@@ -3,6 +3,7 @@ from __future__ import annotations
 import pytest
 
 from tests.ptx.flow import backward_must, forward, read, written
+from tests.ptx.remainders import moduli
 from tests.ptx.slicing import END, slice_kernel
 from tests.ptx.text import Instruction, Kernel, kernels, split_operands
 from tests.ptx.values import Values
@@ -144,3 +145,30 @@ $S:
     skipped = next(i.index for i in k.instructions if i.is_branch and i.predicate == "%p2")
     assert found.joins == {skipped: event}
     assert END not in found.joins.values()
+
+
+DIVIDE = (
+    "mul.hi.s32 %r2, {x}, {factor}; shr.u32 %r3, %r2, 31; {shift} add.s32 %r4, %r2, %r3; mul.lo.s32 %r5, %r4, {by};"
+)
+BY_SIX = {"x": "%r1", "factor": 715827883, "shift": "", "by": 6}
+BY_FIVE = {"x": "%r1", "factor": 1717986919, "shift": "shr.s32 %r2, %r2, 1;", "by": 5}
+
+
+@pytest.mark.parametrize(
+    ("body", "expected"),
+    [
+        ("rem.u32 %r9, %r1, 6;", 6),
+        (DIVIDE.format(**BY_SIX), 6),
+        (DIVIDE.format(**BY_FIVE), 5),
+        ("mul.hi.u32 %r2, %r1, -1431655765; shr.u32 %r4, %r2, 1; mul.lo.s32 %r5, %r4, 3;", 3),
+        ("shr.u32 %r3, %r1, 31; add.s32 %r4, %r1, %r3; and.b32 %r5, %r4, -2;", 2),
+        (DIVIDE.format(**{**BY_SIX, "factor": 715827880}), None),
+        (DIVIDE.format(**{**BY_SIX, "x": "%r7"}), None),
+        ("mov.u32 %r5, 6;", None),
+    ],
+    ids=["rem", "six", "five", "three-unsigned", "two", "wrong-factor", "another-dividend", "difference"],
+)
+def test_remainders_are_recognised(body: str, expected: int | None) -> None:
+    tail = "" if body.startswith("rem") else "sub.s32 %r9, %r1, %r5;"
+    k = kernel(f"ld.global.u32 %r1, [%rd1]; ld.global.u32 %r7, [%rd1]; {body} {tail} ret;")
+    assert list(moduli(k, Values(k)).values()) == ([] if expected is None else [expected])

@@ -141,6 +141,15 @@ class Values:
         reached = self._reaching[use] or 0
         return Leaf(register, frozenset(index for index in indices if reached & self._bit[register, index]))
 
+    def definitions(self, register: str, use: int) -> frozenset[int]:
+        """Definitions of `register` that reach instruction `use`."""
+        return self._leaf(register, use).definitions
+
+    def definition(self, register: str, use: int) -> Instruction | None:
+        """The one definition that reaches `use`, if there is one and it always executes."""
+        found = [self._kernel.instructions[index] for index in self.definitions(register, use)]
+        return found[0] if len(found) == 1 and not found[0].predicate else None
+
     def operand(self, text: str, use: int) -> Linear:
         """Value of an operand where instruction `use` reads it."""
         if re.fullmatch(r"-?(0[xX][0-9a-fA-F]+|\d+)U?", text):
