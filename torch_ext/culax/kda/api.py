@@ -88,12 +88,24 @@ def double_backward(
     checks.expect_cu_seqlens("_kda_bwd_bwd", q, cu_seqlens)
     with _autograd_inside_op():
         found = kda_double.double_backward(*arguments)
-    return tuple(q.new_empty(0) if gradient is None else gradient.detach().contiguous() for gradient in found)
+    return _contiguous(tuple(q.new_empty(0) if gradient is None else gradient.detach() for gradient in found))
 
 
 def _contiguous(outputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    """Outputs in the strides that the fakes promise; the reference lets some follow an input's."""
-    return tuple(output.contiguous() for output in outputs)
+    """Outputs in the strides that the fakes promise, those of size-1 dimensions too; the reference has others."""
+    return tuple(
+        output if _strides_are_fresh(output) else output.clone(memory_format=torch.contiguous_format)
+        for output in outputs
+    )
+
+
+def _strides_are_fresh(tensor: Tensor) -> bool:
+    expected = 1
+    for size, stride in zip(reversed(tensor.shape), reversed(tensor.stride()), strict=True):
+        if stride != expected:
+            return False
+        expected *= max(size, 1)
+    return True
 
 
 def _keys_of_autograd() -> torch._C.DispatchKeySet:
