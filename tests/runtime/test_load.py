@@ -136,6 +136,7 @@ def test_missing_tvm_ffi_is_named_with_the_pip_line(built: Built, tmp_path: Path
         raise library.metadata.PackageNotFoundError(name)
 
     monkeypatch.setattr(library.metadata, "version", not_found)
+    library.tvm_ffi_version.cache_clear()
     with pytest.raises(NotImplementedError, match="pip install apache-tvm-ffi"):
         _loader(built, tmp_path).get(built.variants[0])
 

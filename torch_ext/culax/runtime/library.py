@@ -39,6 +39,7 @@ def dsl_runtime() -> Path:
     )
 
 
+@cache
 def tvm_ffi_version() -> str:
     """Version of the installed tvm-ffi.
 

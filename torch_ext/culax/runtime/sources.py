@@ -9,7 +9,7 @@ from __future__ import annotations
 import ast
 import hashlib
 import importlib.util
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from functools import cache
 from importlib import metadata
 from pathlib import Path
@@ -20,6 +20,7 @@ OPTIONS = "--enable-tvm-ffi --gpu-arch {arch}"
 DSL_DISTRIBUTION = "nvidia-cutlass-dsl"
 
 
+@cache
 def dsl_version() -> str | None:
     """Version of the installed kernel compiler, or None where it isn't installed. Doesn't import it."""
     try:
@@ -47,23 +48,20 @@ def _file_of(module: str) -> Path | None:
     return file if rest and file.is_file() else None
 
 
-def _imports(file: Path, module: str) -> Iterator[str]:
+@cache
+def _imports(file: Path, module: str) -> tuple[str, ...]:
     """Names of the modules in `module`'s top-level package that `file` imports anywhere in its text."""
     top = module.partition(".")[0]
     package = module if file.name == "__init__.py" else module.rpartition(".")[0]
+    found: list[str] = []
     for node in ast.walk(ast.parse(file.read_bytes(), filename=str(file))):
         if isinstance(node, ast.Import):
-            names = [alias.name for alias in node.names]
+            found.extend(alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
-            base = (
-                importlib.util.resolve_name("." * node.level + (node.module or ""), package)
-                if node.level
-                else node.module
-            )
-            names = [f"{base}", *(f"{base}.{alias.name}" for alias in node.names)]
-        else:
-            continue
-        yield from (name for name in names if name.startswith(f"{top}."))
+            relative = "." * node.level + (node.module or "")
+            base = importlib.util.resolve_name(relative, package) if node.level else node.module
+            found.extend([f"{base}", *(f"{base}.{alias.name}" for alias in node.names)])
+    return tuple(name for name in found if name.startswith(f"{top}."))
 
 
 def source_files(kernel_set: str) -> dict[str, Path]:
@@ -105,6 +103,7 @@ def _digest_of_files(kernel_set: str) -> str:
 def forget() -> None:
     """Drop what was read: files that changed since are read anew by the next hash."""
     _digest_of_files.cache_clear()
+    _imports.cache_clear()
 
 
 def source_hash(variant: Variant, dsl: str) -> str:
