@@ -134,6 +134,30 @@ def test_a_run_that_did_not_pass_records_nothing(tmp_path, monkeypatch, capsys, 
     assert "nothing recorded" in capsys.readouterr().out
 
 
+def test_a_run_that_passed_is_recorded_with_what_it_ran_on(sample, tmp_path, monkeypatch) -> None:
+    kernel = load.Kernel(sample.variants[0], lambda: None, "built")
+    kernel()
+
+    def run(arguments: list[str], plugins: list[record.Outcomes]) -> int:
+        for number in range(5):
+            plugins[0].pytest_runtest_logreport(_report(f"test {number}", "call", "passed"))
+        return 0
+
+    monkeypatch.setattr(record.pytest, "main", run)
+    monkeypatch.setattr(record.torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(record.torch.cuda, "get_device_name", lambda index: "GPU")
+    monkeypatch.setattr(record, "arch_of", lambda device: "sm_90a")
+    monkeypatch.setattr(record, "_driver", lambda: "1")
+    monkeypatch.setattr(record, "_dsl", lambda arch: DSL)
+    monkeypatch.setattr(record.library, "tvm_ffi_version", lambda: "3")
+    monkeypatch.setattr(load, "loaded", lambda: (kernel,))
+    monkeypatch.setattr(verified, "kernel_sets", lambda archs=(): _sets(sample))
+    assert record.main(["--output", str(tmp_path / "record.json")]) == 0
+    entry = verified.read(tmp_path / "record.json").verified[KEY]
+    today = record.datetime.date.today().isoformat()
+    assert entry == dataclasses.replace(_entry(sample), torch=record.torch.__version__, date=today)
+
+
 def test_matrix_has_a_row_for_every_set_with_its_proof_or_reason(sample) -> None:
     other = {
         "sm_100a/made.up.stages.gemm": (dataclasses.replace(sample.variants[0], op="grouped_wgrad", arch="sm_100a"),)
