@@ -172,5 +172,5 @@ def overhead(name: str, monkeypatch: pytest.MonkeyPatch) -> float:
 
 @pytest.mark.parametrize("name", ["grouped_wgrad", "kda_bwd"])
 def test_overhead_of_a_call(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A guard against checks that grow: CPU time in units of a bare op, so that any machine and load give one answer."""
+    """A guard against checks that grow: CPU time in units of a bare op, whatever the machine and its load."""
     assert overhead(name, monkeypatch) < 12 * seconds_of_a_bare_op()
