@@ -41,27 +41,36 @@ def run(
             for out in outs:
                 out.zero_()
         return
-    with torch.cuda.device(mat_a.device):
+    if mat_a.device.index == torch.cuda.current_device():
         _run(plan, outs, mat_a, mat_b, offs)
+    else:
+        with torch.cuda.device(mat_a.device):
+            _run(plan, outs, mat_a, mat_b, offs)
 
 
 def _run(plan: Plan, outs: Tensor | list[Tensor], mat_a: Tensor, mat_b: Tensor, offs: Tensor) -> None:
-    problem, config = plan.problem, plan.config
+    problem = plan.problem
     if (mat_a.data_ptr() | mat_b.data_ptr()) % 16 or problem.tokens == 1:
-        mat_a, mat_b = _operand(mat_a, config.a_major), _operand(mat_b.t(), config.b_major).t()
+        mat_a, mat_b = _operand(mat_a, plan.config.a_major), _operand(mat_b.t(), plan.config.b_major).t()
     if offs.dtype is not torch.int32:
         offs = offs.clamp(0, problem.tokens).to(torch.int32)
+    elif not offs.is_contiguous():
+        offs = offs.contiguous()
     workspace = None
-    if config.slots:
-        workspace = torch.empty((problem.experts, config.slots, 16), dtype=torch.int64, device=mat_a.device)
-    written = [outs] if isinstance(outs, Tensor) else outs
-    dense = [out if _addressable(out) else out.clone(memory_format=torch.contiguous_format) for out in written]
-    target = _addresses(dense) if problem.discrete else dense[0]
+    if plan.workspace_shape is not None:
+        workspace = torch.empty(plan.workspace_shape, dtype=torch.int64, device=mat_a.device)
     sms = _multiprocessors(mat_a.device.index)
-    _kernel(plan)(mat_a, mat_b, offs.contiguous(), target, workspace, sms)
-    for out, copy in zip(written, dense):
-        if out is not copy:
-            out.copy_(copy)
+    if isinstance(outs, Tensor):
+        target = outs if _addressable(outs) else outs.clone(memory_format=torch.contiguous_format)
+        _kernel(plan)(mat_a, mat_b, offs, target, workspace, sms)
+        if target is not outs:
+            outs.copy_(target)
+        return
+    targets = [out if _addressable(out) else out.clone(memory_format=torch.contiguous_format) for out in outs]
+    _kernel(plan)(mat_a, mat_b, offs, _addresses(targets), workspace, sms)
+    for out, target in zip(outs, targets):
+        if target is not out:
+            out.copy_(target)
 
 
 def _operand(matrix: Tensor, major: str) -> Tensor:
@@ -81,9 +90,9 @@ def _operand(matrix: Tensor, major: str) -> Tensor:
 
 def _addressable(out: Tensor) -> bool:
     """Whether the kernel can write into an output: dense (M, N) at 16-byte aligned addresses, one an expert."""
-    *expert, row, column = out.stride()
-    dense = column == 1 and row == out.shape[-1]
-    return dense and out.data_ptr() % 16 == 0 and all(step % 8 == 0 for step in expert)
+    strides = out.stride()
+    dense = strides[-1] == 1 and strides[-2] == out.shape[-1] and out.data_ptr() % 16 == 0
+    return dense and (len(strides) == 2 or strides[0] % 8 == 0)
 
 
 def _addresses(outs: list[Tensor]) -> Tensor:
@@ -100,7 +109,8 @@ def warm(plan: Plan, device: torch.device) -> None:
         a = torch.zeros((8, 8), dtype=dtype, device=device)
         out = torch.zeros((1, 8, 8), dtype=out_dtype, device=device)
         offs = torch.zeros(1, dtype=torch.int32, device=device)
-        workspace = torch.empty((1, config.slots, 16), dtype=torch.int64, device=device) if config.slots else None
+        slots = config.slots
+        workspace = torch.empty((1, slots, 16), dtype=torch.int64, device=device) if slots else None
         target = _addresses([out[0]]) if config.discrete else out
         sms = _multiprocessors(a.device.index)
         mat_a, mat_b = a if config.a_major == "k" else a.t(), a if config.b_major == "mn" else a.t()

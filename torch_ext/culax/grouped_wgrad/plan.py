@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from culax.grouped_wgrad.problem import WgradProblem
-from culax.grouped_wgrad.stages.gemm.config import MAX_EXPERTS, MAX_TOKENS, Config
+from culax.grouped_wgrad.stages.gemm.config import DESCRIPTOR_BYTES, MAX_EXPERTS, MAX_TOKENS, Config
 from culax.runtime.variants import Variant
 
 ARCH = "sm_90a"
@@ -28,11 +29,17 @@ class Plan:
     problem: WgradProblem
     variant: Variant
 
-    @property
+    @functools.cached_property
     def config(self) -> Config:
         """The variant's configuration."""
         assert isinstance(self.variant.config, Config)
         return self.variant.config
+
+    @functools.cached_property
+    def workspace_shape(self) -> tuple[int, int, int] | None:
+        """Shape of the int64 workspace that holds device-written descriptors; None where there are none."""
+        slots = self.config.slots
+        return (self.problem.experts, slots, DESCRIPTOR_BYTES // 8) if slots else None
 
 
 def plan(problem: WgradProblem, arch: str) -> Plan | str:
