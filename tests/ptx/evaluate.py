@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 
 from tests.ptx.text import Instruction
 
@@ -78,11 +79,13 @@ PURE = frozenset(
 )
 
 
+@cache
 def constant(text: str) -> int | None:
     """The number that an operand spells, or None."""
     return int(text.rstrip("U"), 0) & ((1 << 64) - 1) if re.fullmatch(r"-?(0[xX][0-9a-fA-F]+|\d+)U?", text) else None
 
 
+@cache
 def width(op: str) -> int:
     """Bits of the result: of the last typed suffix but for conversions, whose first one counts."""
     bits = re.findall(r"\.[bus](8|16|32|64)\b", op)

@@ -74,10 +74,25 @@ class Machine:
         opaque = frozenset(i.op.split(".")[0] for i in kernel.instructions) - evaluate.PURE
         self._slice: Slice = slice_kernel(kernel, events, operands, opaque)
         self._merges = frozenset(leader for leader in kernel.leaders if len(kernel.predecessors[leader]) != 1)
+        self._next = self._next_stops()
+        self._written = [written(instruction) for instruction in kernel.instructions]
+        self._named: set[object] = set()  # unknowns that registers or facts mention
         self._moduli = moduli(kernel, Values(kernel))
         self._symbols: dict[str, int] = {}
         self._tid = 0
         self.rank = 0  # of the followed thread's block in its cluster
+
+    def _next_stops(self) -> list[int]:
+        """For each instruction the next one that matters: an event, a definition, a branch, an end or a merge."""
+        following = len(self.kernel.instructions)
+        found = [following] * following
+        for instruction in reversed(self.kernel.instructions):
+            index = instruction.index
+            found[index] = following
+            ends = instruction.op in ("ret", "exit", "trap")
+            if ends or instruction.is_branch or index in self._slice.instructions or index in self._merges:
+                following = index
+        return found
 
     def value(self, text: str, registers: dict[str, Value]) -> Value:
         """Value of an operand, given the registers'."""
@@ -177,6 +192,8 @@ class Machine:
         self, state: _State[Monitor], handle: Callable[[Instruction, Reader, Monitor], Monitor]
     ) -> list[_State[Monitor]]:
         registers, facts, monitor = dict(state.registers), dict(state.facts), state.monitor
+        comparisons = [*facts, *(value for value in registers.values() if isinstance(value, Comparison))]
+        self._named = {*registers.values(), *(side for c in comparisons for side in (c.left, c.right))}
         index = state.index
         while True:
             instruction = self.kernel.instructions[index]
@@ -194,7 +211,7 @@ class Machine:
                         return self._each_remainder(instruction, registers, facts, monitor)
             if instruction.op in ("ret", "exit") and guard is True:
                 return []
-            index += 1
+            index = self._next[index]
             if index >= len(self.kernel.instructions):
                 return []
             if index in self._merges:
@@ -255,17 +272,17 @@ class Machine:
         self, instruction: Instruction, certain: bool, registers: dict[str, Value], facts: dict[Comparison, bool]
     ) -> None:
         """Execute a definition of tracked registers."""
-        names = [name for name in written(instruction) if name in self._slice.registers]
+        names = [name for name in self._written[instruction.index] if name in self._slice.registers]
         if not names:
             return
         fresh = Unknown(instruction.index)
         values = self._results(instruction, registers, facts)
-        # The name of what this instruction gave last time now means something else.
-        for name, value in list(registers.items()):
-            if value == fresh or (isinstance(value, Comparison) and value.mentions(fresh)):
-                registers[name] = None
-        for comparison in [comparison for comparison in facts if comparison.mentions(fresh)]:
-            del facts[comparison]
+        if fresh in self._named:  # the name of what this instruction gave last time now means something else
+            for name, value in list(registers.items()):
+                if value == fresh or (isinstance(value, Comparison) and value.mentions(fresh)):
+                    registers[name] = None
+            for comparison in [comparison for comparison in facts if comparison.mentions(fresh)]:
+                del facts[comparison]
         for name in names:
             value = values.get(name)
             if isinstance(value, Unknown) and value == fresh:
@@ -276,6 +293,7 @@ class Machine:
                 value = None
             if value is None and certain and len(names) == 1:
                 value = fresh
+                self._named.add(fresh)
             registers[name] = value
 
     def _results(
