@@ -20,6 +20,7 @@ from rich.markup import escape
 from rich.progress import Progress
 from rich.table import Table
 
+import culax  # noqa: F401  (registers the ops)
 from benchmarks import registry, roofline, summary, timing
 from benchmarks.case import Case, Gate, Inputs, Outputs, Peer, Prepare, Timing
 from benchmarks.verify import verify
@@ -134,11 +135,11 @@ def _time(case: Case, prepare: Prepare, inputs: list[Inputs], settings: Settings
     return Timing(eager, graph, kernels, overhead)
 
 
-def document(results: list[Result], device: str) -> dict[str, Any]:
+def document(results: list[Result], device: str, commit: str) -> dict[str, Any]:
     """The JSON document: machine, commit, date, and the results."""
     return {
         "machine": roofline.machine(device),
-        "commit": roofline.commit(),
+        "commit": commit,
         "date": datetime.now(timezone.utc).strftime("%Y-%m-%d"),
         "ceilings": [asdict(c) for c in {roofline.ceilings(device, getattr(torch, r.dtype)) for r in results}],
         "results": [asdict(result) for result in results],
@@ -195,6 +196,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--sets", type=int, default=3, help="rotating input sets (default: %(default)s)")
     parser.add_argument("--budget", type=float, default=20.0, help="seconds one timer may take (default: %(default)s)")
     parser.add_argument("--output", type=Path, metavar="FILE", help="write the results as JSON")
+    parser.add_argument("--commit", default=None, help="the commit measured, where the sources are no checkout")
     parser.add_argument("--summary", type=Path, metavar="FILE", help="merge the key figures into this JSON file")
     return parser
 
@@ -208,8 +210,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
     settings = Settings(tuple(args.mode or ("eager", "graph")), args.repeats, args.warmups, args.sets, args.budget)
-    import culax  # noqa: F401  (registers the ops)
-
     try:
         chosen = registry.select(args.case, device)
     except ValueError as error:
@@ -226,7 +226,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     Console(width=None if sys.stdout.isatty() else 180).print(table(results))
     if args.output:
         args.output.parent.mkdir(parents=True, exist_ok=True)
-        args.output.write_text(json.dumps(document(results, device), indent=1) + "\n")
+        args.output.write_text(json.dumps(document(results, device, args.commit or roofline.commit()), indent=1) + "\n")
     if args.summary:
         summary.merge(args.summary, summary.fields(results))
     ours = [r for r in results if r.implementation == "culax"]

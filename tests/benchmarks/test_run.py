@@ -69,9 +69,9 @@ def test_exit_status_tells_a_wrong_result(monkeypatch, capsys):
 
 def test_document_names_the_machine_but_not_the_host(tmp_path):
     result = planted_results()["culax"]
-    text = json.dumps(run.document([result], "cpu"))
+    text = json.dumps(run.document([result], "cpu", "abc"))
     document = json.loads(text)
-    assert {"cpu", "torch", "culax"} <= document["machine"].keys() and document["commit"]
+    assert {"cpu", "torch", "culax"} <= document["machine"].keys() and document["commit"] == "abc"
     assert document["results"][0]["gate"]["ok"] is True and document["ceilings"][0]["flops_per_s"] > 0
     assert socket.gethostname() not in text and str(ROOT) not in text
 
@@ -132,7 +132,7 @@ def test_summary_merges_key_by_key(tmp_path):
 
 def test_plot_draws_a_png(tmp_path):
     pytest.importorskip("matplotlib", reason="plots are an extra")
-    document = run.document([planted_results()["culax"]], "cpu")
+    document = run.document([planted_results()["culax"]], "cpu", "abc")
     plot.draw(document, tmp_path / "out.png")
     assert (tmp_path / "out.png").read_bytes().startswith(b"\x89PNG")
     with pytest.raises(ValueError, match="at least one result"):

@@ -3,16 +3,10 @@
 ``import culax`` registers ``torch.ops.culax.*``. It needs no GPU, initialises no CUDA, imports no kernel compiler.
 """
 
-from importlib.metadata import PackageNotFoundError, version
-
 from . import ops as ops
 from .explain import Explanation, explain, warmup
 from .kda.chunk_kda import chunk_kda
 from .nn import GroupedLinear
-
-try:
-    __version__ = version("culax")
-except PackageNotFoundError:  # imported from a source tree that is not installed
-    __version__ = "0+unknown"
+from .version import __version__
 
 __all__ = ["Explanation", "GroupedLinear", "__version__", "chunk_kda", "explain", "ops", "warmup"]

@@ -1,0 +1,80 @@
+"""The README's speed tables, generated from `benchmarks/results`: `python -m benchmarks.table --write README.md`."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+BEGIN, END = "<!-- benchmarks:begin -->", "<!-- benchmarks:end -->"
+RESULTS = Path(__file__).resolve().parent / "results"
+PEERS = {"torch": "torch", "quack": "QuACK", "fla": "FLA", "recurrence": "token recurrence"}
+"""Peers by the start of an implementation's name; of several the fastest counts."""
+
+
+def tables(documents: Sequence[dict[str, Any]]) -> str:
+    """One Markdown table a results document: a row a case, our time and share, and every peer's time beside it."""
+    return "\n\n".join(_table(document) for document in documents) or "Nothing measured yet."
+
+
+def _table(document: dict[str, Any]) -> str:
+    results = [result for result in document["results"] if _ms(result) is not None]
+    found = [label for start, label in PEERS.items() if any(r["implementation"].startswith(start) for r in results)]
+    machine = document["machine"]
+    head = f"{machine.get('gpu', machine['cpu'])}, torch {machine['torch']}, commit `{document['commit']}`, "
+    lines = [head + document["date"] + ":", ""]
+    titles = ["case", "culax ms", "TFLOP/s", "TB/s", "share of the roofline", *(f"{label} ms" for label in found)]
+    lines += ["| " + " | ".join(titles) + " |", "|---" + "|---:" * (len(titles) - 1) + "|"]
+    for ours in (result for result in results if result["implementation"] == "culax"):
+        ms = _ms(ours)
+        cells = [f"`{ours['case']}`", f"{ms:.3g}"]
+        cells += [_shown(ours["tflops"], ".3g"), _shown(ours["tb_per_s"], ".3g"), _shown(ours["roofline_share"], ".0%")]
+        for start, label in PEERS.items():
+            if label in found:
+                times = [_ms(r) for r in results if r["case"] == ours["case"] and r["implementation"].startswith(start)]
+                cells.append(f"{min(times):.3g} ({min(times) / ms:.2f}x)" if times else "")
+        lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def _ms(result: dict[str, Any]) -> Any:
+    """The time that the comparison is about: kernels summed where they were, else inside a graph, else eager."""
+    timing = result["timing"]
+    return next((timing[mode] for mode in ("kernels_ms", "graph_ms", "eager_ms") if timing[mode] is not None), None)
+
+
+def _shown(figure: float | None, style: str) -> str:
+    return "" if figure is None else format(figure, style)
+
+
+def inserted(text: str, content: str) -> str:
+    """`text` with `content` between the markers. Raises ValueError where one is missing."""
+    head, begin, rest = text.partition(BEGIN)
+    _, end, tail = rest.partition(END)
+    if not begin or not end:
+        raise ValueError(f"expected {BEGIN} and {END} in the text")
+    return f"{head}{BEGIN}\n{content}\n{END}{tail}"
+
+
+def documents(folder: Path = RESULTS) -> list[dict[str, Any]]:
+    """The results documents in `folder`, by file name; the summary is none."""
+    files = sorted(file for file in folder.glob("*.json") if file.name != "summary.json")
+    return [json.loads(file.read_text()) for file in files]
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Print the tables, or write them into a file."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.table", description=__doc__)
+    parser.add_argument("--write", type=Path, metavar="FILE", help="put the tables between FILE's markers")
+    options = parser.parse_args(argv)
+    content = tables(documents())
+    if options.write is None:
+        print(content)
+    else:
+        options.write.write_text(inserted(options.write.read_text(), content))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,45 @@
+"""The README's speed tables: what they show, and that they follow the results in the repository."""
+
+from pathlib import Path
+
+import pytest
+
+from benchmarks import table
+
+README = Path(__file__).parents[2] / "README.md"
+
+
+def result(case, implementation, **timing):
+    times = {"eager_ms": None, "graph_ms": None, "kernels_ms": None} | timing
+    return {
+        "case": case,
+        "implementation": implementation,
+        "timing": times,
+        "tflops": 5.0,
+        "tb_per_s": None,
+        "roofline_share": 0.5,
+    }
+
+
+def document(*results):
+    return {"machine": {"cpu": "c", "gpu": "G", "torch": "2"}, "commit": "abc", "date": "d", "results": list(results)}
+
+
+def test_the_fastest_of_a_peer_counts_and_times_are_of_one_kind():
+    rows = [result("a", "culax", eager_ms=9.0, graph_ms=2.0), result("a", "quack", graph_ms=4.0)]
+    rows += [result("a", "quack_dynamic", graph_ms=3.0), result("a", "torch"), result("b", "culax", kernels_ms=1.0)]
+    lines = table.tables([document(*rows)]).splitlines()
+    assert lines[0] == "G, torch 2, commit `abc`, d:"
+    assert lines[2] == "| case | culax ms | TFLOP/s | TB/s | share of the roofline | QuACK ms |"
+    assert lines[4:] == ["| `a` | 2 | 5 |  | 50% | 3 (1.50x) |", "| `b` | 1 | 5 |  | 50% |  |"]
+
+
+def test_markers():
+    assert table.inserted(f"x{table.BEGIN}old{table.END}y", "new") == f"x{table.BEGIN}\nnew\n{table.END}y"
+    with pytest.raises(ValueError, match="expected"):
+        table.inserted("no markers", "new")
+
+
+def test_readme_shows_the_results_in_the_repository():
+    text = README.read_text()
+    assert table.inserted(text, table.tables(table.documents())) == text
