@@ -234,7 +234,7 @@ def test_a_call_with_every_name_of_the_peer_goes_through() -> None:
         (
             {"use_gate_in_kernel": True, "A_log": torch.zeros(2, device="meta")},
             ValueError,
-            "`A_log`: expected device cpu, got meta",
+            "`A_log`: expected device cpu .that of `g`., got meta",
         ),
         (
             {"state_v_first": True, "initial_state": torch.zeros(2, 2, K, V)},
@@ -248,6 +248,22 @@ def test_bad_options_raise_by_name(options: dict[str, Any], error: type[Exceptio
     inputs = draw_inputs(Case("plain", {}, without=("initial_state",), tokens=3))
     with pytest.raises(error, match=message):
         culax.chunk_kda(**inputs, **options)
+
+
+@pytest.mark.parametrize(
+    ("replaced", "message"),
+    [
+        ({"q": torch.zeros(())}, r"`q`: expected 4 dimensions \(B, T, H, K\), got shape \(\)"),
+        ({"q": torch.zeros(2, 3, 2, 0)}, r"`q`: expected K of at least 1, got shape \(2, 3, 2, 0\)"),
+        ({"v": torch.zeros(2, 3)}, r"`v`: expected 4 dimensions \(B, T, HV, V\), got shape \(2, 3\)"),
+        ({"cu_seqlens": torch.tensor(3)}, r"`cu_seqlens`: expected 1 dimension \(N\+1\), got shape \(\)"),
+    ],
+    ids=["q-scalar", "q-no-keys", "v-rank-2", "cu_seqlens-scalar"],
+)
+def test_shapes_that_the_options_read_are_checked_before_them(replaced: dict[str, Tensor], message: str) -> None:
+    inputs = draw_inputs(Case("plain", {"state_v_first": True}, tokens=3)) | replaced
+    with pytest.raises(ValueError, match=message):
+        culax.chunk_kda(**inputs, state_v_first=True)
 
 
 @pytest.mark.parametrize("lower_bound", [None, -5.0], ids=["softplus", "bounded"])

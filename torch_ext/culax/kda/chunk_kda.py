@@ -5,7 +5,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from culax import checks
 from culax.kda import gates
+
+_NAME = "chunk_kda"
 
 # Names of fla.ops.kda.chunk_kda that only steer how it computes: taken and not used.
 _WITHOUT_EFFECT = frozenset({"cu_seqlens_cpu", "disable_recompute", "chunk_size", "use_graph", "max_num_seqs"})
@@ -25,26 +28,23 @@ def _check_others(others: dict[str, Any]) -> None:
             hint = "; it is named `state_v_first` here" if name == "transpose_state_layout" else ""
             raise TypeError(f"chunk_kda: unknown argument `{name}`{hint}")
     if others.get("chunk_size", 64) not in (32, 64):
-        raise ValueError(f"chunk_kda: argument `chunk_size`: expected 32 or 64, got {others['chunk_size']}")
+        raise checks.bad(_NAME, "chunk_size", "32 or 64", others["chunk_size"])
 
 
 def _check_gate(
     g: Tensor, A_log: Tensor | None, dt_bias: Tensor | None, safe_gate: bool, lower_bound: float | None
 ) -> None:
-    if g.dim() != 4:
-        raise ValueError(f"chunk_kda: argument `g`: expected 4 dimensions (B, T, HV, K), got shape {tuple(g.shape)}")
+    checks.expect_rank(_NAME, "g", g, "B, T, HV, K")
     value_heads, key_dim = g.shape[2], g.shape[3]
     if lower_bound is None:
         if safe_gate:
-            raise ValueError("chunk_kda: argument `lower_bound`: expected a number with safe_gate=True, got None")
+            raise checks.bad(_NAME, "lower_bound", "a number with safe_gate=True", None)
         if A_log is None:
-            raise ValueError("chunk_kda: argument `A_log`: expected a tensor [HV] for the softplus gate, got None")
+            raise checks.bad(_NAME, "A_log", "a tensor [HV] for the softplus gate", None)
     elif not lower_bound < 0:
-        raise ValueError(f"chunk_kda: argument `lower_bound`: expected a negative number, got {lower_bound}")
+        raise checks.bad(_NAME, "lower_bound", "a negative number", lower_bound)
     elif safe_gate and lower_bound < -5:
-        raise ValueError(
-            f"chunk_kda: argument `lower_bound`: expected -5 <= lower_bound < 0 with safe_gate=True, got {lower_bound}"
-        )
+        raise checks.bad(_NAME, "lower_bound", "-5 <= lower_bound < 0 with safe_gate=True", lower_bound)
     for name, value, size, shape in (
         ("A_log", A_log, value_heads, f"HV = {value_heads}"),
         ("dt_bias", dt_bias, value_heads * key_dim, f"HV*K = {value_heads}*{key_dim}"),
@@ -52,21 +52,20 @@ def _check_gate(
         if value is None:
             continue
         if value.numel() != size:
-            raise ValueError(f"chunk_kda: argument `{name}`: expected {shape} elements, got shape {tuple(value.shape)}")
+            raise checks.bad(_NAME, name, f"{shape} elements", f"shape {tuple(value.shape)}")
         if not value.is_floating_point():
-            raise ValueError(f"chunk_kda: argument `{name}`: expected a floating dtype, got {value.dtype}")
-        if value.device != g.device:
-            raise ValueError(f"chunk_kda: argument `{name}`: expected device {g.device}, got {value.device}")
+            raise checks.bad(_NAME, name, "a floating dtype", value.dtype)
+        checks.expect_device(_NAME, name, value, g.device, "g")
 
 
 def _check_state_v_first(initial_state: Tensor, q: Tensor, v: Tensor, cu_seqlens: Tensor | None) -> None:
-    sequences = q.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
-    expected = (sequences, v.shape[2], v.shape[3], q.shape[3])
-    if tuple(initial_state.shape) != expected:
-        raise ValueError(
-            f"chunk_kda: argument `initial_state`: expected shape (N, HV, V, K) = {expected} with state_v_first=True, "
-            f"got {tuple(initial_state.shape)}"
-        )
+    checks.expect_rank(_NAME, "v", v, "B, T, HV, V")
+    sequences = q.shape[0]
+    if cu_seqlens is not None:
+        checks.expect_rank(_NAME, "cu_seqlens", cu_seqlens, "N+1")
+        sequences = cu_seqlens.shape[0] - 1
+    shape = (sequences, v.shape[2], v.shape[3], q.shape[3])
+    checks.expect_shape(_NAME, "initial_state", initial_state, "N, HV, V, K", shape)
 
 
 def chunk_kda(
@@ -99,8 +98,8 @@ def chunk_kda(
     Args:
         q, k: [B, T, H, K], one dtype with v (bf16, fp16, fp32, fp64).
         v: [B, T, HV, V]; HV a multiple of H (value head h reads key head h // (HV / H)).
-        g: [B, T, HV, K], in q's dtype or fp32: the natural-log decay gamma per token (at most 0, not cumulated), or the
-            gate's raw input with use_gate_in_kernel.
+        g: [B, T, HV, K], in q's dtype or fp32: the natural-log decay gamma per token (at most 0, finite, not
+            cumulated; -128 erases the state, -inf gives NaN), or the gate's raw input with use_gate_in_kernel.
         beta: [B, T, HV], in q's dtype or fp32: the step, or its logit with use_beta_sigmoid_in_kernel.
         scale: factor of the output; K**-0.5 by default.
         initial_state: [N, HV, K, V] fp32 (fp64 for fp64 inputs); zero by default. N = B, or the number of sequences.
@@ -133,10 +132,10 @@ def chunk_kda(
     gate are those of Kimi Linear (arXiv:2510.26692); argument names are those of flash-linear-attention.
     """
     _check_others(others)
+    checks.expect_rank(_NAME, "q", q, "B, T, H, K")
+    checks.expect_positive(_NAME, "q", q, 3, "K")
     if allow_neg_eigval and not use_beta_sigmoid_in_kernel:
-        raise ValueError(
-            "chunk_kda: argument `allow_neg_eigval`: expected use_beta_sigmoid_in_kernel=True with it, got False"
-        )
+        raise checks.bad(_NAME, "allow_neg_eigval", "use_beta_sigmoid_in_kernel=True with it", False)
     if use_gate_in_kernel:
         _check_gate(g, A_log, dt_bias, safe_gate, lower_bound)
         g = gates.decay_gate(g, A_log, dt_bias, lower_bound)
