@@ -34,6 +34,7 @@ class GroupedLinear(nn.Module):
       module's `_ddp_params_and_buffers_to_ignore` (DDP fills a missing gradient with zeros) and all-reduce
       `weight.main_grad`. Under `fully_shard` all-reduce `layer.main_grad`, this rank's unsharded gradient, and hand it
       over with `torch.distributed.tensor.distribute_tensor(grad, weight.device_mesh, weight.placements)`;
+    - every backward through the layer adds, torch.autograd.grad for other tensors than the weight among them;
     - neither main_grad nor its accumulation is part of the state_dict, and create_graph=True raises.
     """
 
@@ -147,10 +148,10 @@ class GroupedLinear(nn.Module):
     def forward(self, x: Tensor, offs: Tensor) -> Tensor:
         """Multiply each token row by its expert's weight.
 
-        x: [T, in_features], rows sorted by expert, in the weight's dtype. offs: [E] int32 end offsets (expert e owns
-            rows
-        offs[e-1]..offs[e]), on x's device, never read by the host. Returns [T, out_features]; rows past offs[-1] are
-        zero. Raises ValueError for shapes, dtypes and devices that don't fit (see torch.ops.culax.grouped_mm).
+        x: [T, in_features], rows sorted by expert, in the weight's dtype. offs: [E] int32 or int64 end offsets (expert
+        e owns rows offs[e-1] to offs[e] - 1), on x's device. Returns
+        [T, out_features]; rows past offs[-1] are zero. Raises ValueError for shapes, dtypes and devices that don't fit
+        (see torch.ops.culax.grouped_mm).
         """
         y = self._product(x, offs)
         if self.bias is None:
