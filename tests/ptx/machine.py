@@ -9,6 +9,7 @@ one that is elected. Waiting loops are taken to end.
 
 from __future__ import annotations
 
+import contextlib
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -24,11 +25,15 @@ from tests.ptx.values import Values
 
 SHARED_BASE = 1024  # where dynamic shared memory is taken to begin: its declared alignment
 _STATIC_BASE = 0x39000
-_MOST_STATES = 200_000
+_MOST_STATES = 40_000
 _MOST_VALUES = 12  # of one register at one place; a ring has fewer stages, a loop counter soon has more
 
 Monitor = TypeVar("Monitor")
 Facts = frozenset[tuple[Comparison, bool]]
+
+
+class EndOfPath(Exception):
+    """Raised by an event's handler: what follows on this path needn't be seen."""
 
 
 class NotFollowed(Exception):
@@ -124,10 +129,10 @@ class Machine:
     ) -> int:
         """Follow thread `tid`; `handle` is called at each event in each state and returns the next monitor.
 
-        Monitors must be hashable. Returns the number of states.
+        Monitors must be hashable. A handler may raise EndOfPath. Returns the number of states.
 
         Raises:
-            NotFollowed: there are more than 200,000 states.
+            NotFollowed: there are more than 40,000 states.
         """
         self._tid = tid
         seen: set[_State[Monitor]] = set()
@@ -140,7 +145,8 @@ class Machine:
             seen.add(state)
             if len(seen) > _MOST_STATES:
                 raise NotFollowed(f"thread {tid} has more than {_MOST_STATES} states")
-            todo.extend(self._run_block(state, handle))
+            with contextlib.suppress(EndOfPath):
+                todo.extend(self._run_block(state, handle))
         return len(seen)
 
     def reached(self, tid: int) -> frozenset[int]:

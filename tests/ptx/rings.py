@@ -15,7 +15,7 @@ from tests.ptx.descriptors import is_tma
 from tests.ptx.evaluate import Value
 from tests.ptx.findings import Finding, finding
 from tests.ptx.groups import InFlight
-from tests.ptx.machine import Machine, NotFollowed, Reader, warp_leaders
+from tests.ptx.machine import EndOfPath, Machine, NotFollowed, Reader, warp_leaders
 from tests.ptx.text import Instruction, Kernel
 
 _ADDRESS_BITS = 0x3FFF  # of a wgmma shared-memory descriptor: address / 16
@@ -177,6 +177,7 @@ class _Rings:
         self.waited[instruction.index].add(barrier)
         if any(held == barrier and phase != parity for held, phase in state.held):
             self.report("release", instruction, "waits for a stage's next filling and hasn't released the last one")
+            raise EndOfPath  # beyond it stages would only pile up
         return replace(state, held=state.held | {(barrier, parity)})
 
     def _arrive(self, instruction: Instruction, read: Reader, state: _Consumer) -> _Consumer:

@@ -256,7 +256,7 @@ $E:
         (ring(release="newest", drain=0), {"release"}),
         (ring(first=""), {"drain"}),
         (ring(release="never"), {"release"}),
-        (ring(release_at_end=False), {"drain", "release"}),
+        (ring(release_at_end=False), {"release"}),
         (ring(wait=""), {"fill"}),
         (ring(fill=""), {"drain", "fill"}),
     ],
