@@ -81,6 +81,9 @@ Every op has an autocast kernel, if only to switch autocast off inside: its prod
 """
 
 
+DEVICE_KEYS = (torch._C.DispatchKey.CUDA, torch._C.DispatchKey.CPU)
+
+
 def overload(name: str) -> torch._ops.OpOverload:
     """The one overload of op ``culax::name``."""
     return getattr(torch.ops.culax, name).default
@@ -100,12 +103,26 @@ def _refuse_tangents(name: str, arguments: tuple) -> None:
         raise NotImplementedError(f"{name}: no forward-mode derivative (torch.func.jvp, forward_ad); {FUNC_GRAD_NOTE}")
 
 
+def _below_autograd(name: str) -> Callable[[torch._C.DispatchKeySet, tuple], Any]:
+    """What an Autograd kernel calls: the device's implementation, or the dispatcher where something lies between."""
+    op, implementation = overload(name), IMPLEMENTATIONS[name]
+    below = torch._C._after_autograd_keyset
+    plain = below.remove(torch._C.DispatchKey.ADInplaceOrView)
+
+    def call(keyset: torch._C.DispatchKeySet, arguments: tuple) -> Any:
+        if (keyset & plain).highestPriorityTypeId() in DEVICE_KEYS:
+            return implementation(*arguments)
+        return op.redispatch(keyset & below, *arguments)
+
+    return call
+
+
 def _differentiable(name: str) -> Callable[..., Any]:
     """The Autograd kernel of an op with a gradient formula; functional transforms raise with a message that helps."""
     setup, backward = gradients.FORMULAS[name]
     op = overload(name)
     recording = make_autograd_impl(op, Info(backward, setup))
-    below = torch._C._after_autograd_keyset
+    call_below = _below_autograd(name)
 
     def guarded(keyset: torch._C.DispatchKeySet, *arguments: Any) -> Any:
         if forward_ad._current_level >= 0:
@@ -114,15 +131,15 @@ def _differentiable(name: str) -> Callable[..., Any]:
             if torch._C._functorch.maybe_current_level() is not None:
                 raise NotImplementedError(f"{name}: no torch.func.grad; {FUNC_GRAD_NOTE}")
             return recording(keyset, *arguments)
-        return op.redispatch(keyset & below, *arguments)
+        return call_below(keyset, arguments)
 
     return guarded
 
 
 def _refusing_gradients(name: str) -> Callable[..., None]:
     """The Autograd kernel of a mutating op: an argument that requires grad raises, as there is no gradient formula."""
-    op = overload(name)
-    names = [argument.name for argument in op._schema.arguments]
+    names = [argument.name for argument in overload(name)._schema.arguments]
+    call_below = _below_autograd(name)
 
     def kernel(keyset: torch._C.DispatchKeySet, *arguments: Any) -> None:
         if forward_ad._current_level >= 0:
@@ -132,7 +149,7 @@ def _refusing_gradients(name: str) -> Callable[..., None]:
                 if tensor.requires_grad:
                     expected = "no requires_grad in grad mode, as the op writes in place (grouped_wgrad has gradients)"
                     raise checks.bad(name, names[position], expected, "requires_grad=True")
-        op.redispatch(keyset & torch._C._after_autograd_keyset, *arguments)
+        call_below(keyset, arguments)
 
     return kernel
 
