@@ -12,7 +12,7 @@ from .. import dispatch
 from ..reference import grouped_wgrad as reference
 from ..reference.block_scaled import Scales
 from ..reference.expert_chunks import expert_ranges
-from . import checks
+from . import checks, launch
 from .problem import WgradProblem
 
 
@@ -54,8 +54,6 @@ def grouped_wgrad(
     checks.expect_offs(op, offs, problem.tokens)
     bundle = _bundle(op, offs, scales, problem)
     if choice.backend == "cutedsl":
-        from . import launch
-
         out = mat_a.new_empty((problem.experts, problem.m, problem.n), dtype=problem.out_dtype)
         launch.run(choice.plan, out, mat_a, mat_b, offs, bundle)
         return out
@@ -119,8 +117,6 @@ def _write(
     if not written:
         return
     if choice.backend == "cutedsl":
-        from . import launch
-
         launch.run(choice.plan, outs, mat_a, mat_b, offs, bundle)
     else:
         reference.grouped_wgrad_out(outs, mat_a, mat_b, offs, bundle, operand_layout, accumulate)

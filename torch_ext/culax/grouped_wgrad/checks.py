@@ -207,15 +207,20 @@ VALIDATORS: dict[str, Callable[..., None]] = {
 }
 
 
-def signature(arguments: tuple) -> tuple:
+def signature(arguments: Sequence) -> tuple:
     """A key that equals another call's only if every metadata check gives the same answer."""
+    # A list and the cheap checks first: this runs on every call.
     return tuple(
-        (argument.shape, argument.stride(), argument.dtype, argument.device)
-        if isinstance(argument, Tensor)
-        else signature(tuple(argument))
-        if isinstance(argument, list | tuple)
-        else argument
-        for argument in arguments
+        [
+            argument
+            if argument is None or isinstance(argument, str)
+            else (argument.shape, argument.stride(), argument.dtype, argument.device)
+            if isinstance(argument, Tensor)
+            else signature(argument)
+            if isinstance(argument, (list, tuple))
+            else argument
+            for argument in arguments
+        ]
     )
 
 
