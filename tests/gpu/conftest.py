@@ -7,6 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from culax.runtime import load
+from tests.gpu.verified import CALLED
+
 FOLDER = Path(__file__).parent
 
 
@@ -20,7 +23,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.fixture(autouse=True)
-def settled_device():
-    """A fault of one test's kernels shows in that test, not in the next one."""
+def settled_device(record_property):
+    """A fault of one test's kernels shows in that test, not in the next; the report lists kernels called so far."""
     yield
     torch.cuda.synchronize()
+    record_property(CALLED, [f"{kernel.variant.arch}/{kernel.variant.name}" for kernel in load.loaded() if kernel.warm])

@@ -1,6 +1,6 @@
 """Run tests/gpu on this machine's GPU and, if every test passes, record what ran in ``verified.json``.
 
-    python -m tests.gpu.record [--output FILE]
+    python -m tests.gpu.record [--output FILE] [--jobs N]
     python -m tests.gpu.record --mark-unverified REASON     (no GPU: list the kernel sets whose record doesn't hold)
 
 Exit status 0 only if all tests passed; on a failure nothing is recorded.
@@ -20,22 +20,26 @@ from pathlib import Path
 import pytest
 import torch
 
-from culax.runtime import library, load, manifest, sources
+from culax.runtime import library, manifest, sources
 from culax.runtime.arch import arch_of
 from culax.runtime.build import AOT
 from tests.gpu import matrix, verified
-from tests.gpu.verified import Record, Verified
+from tests.gpu.verified import CALLED, Record, Verified
 
 README = Path(__file__).resolve().parents[2] / "README.md"
 
 
 class Outcomes:
-    """A pytest plugin that counts tests by outcome."""
+    """A pytest plugin that counts tests by outcome, and collects the kernels they called, as ARCH/NAME."""
 
     def __init__(self) -> None:
         self.of: dict[str, str] = {}
+        self.called: set[str] = set()
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        for name, value in report.user_properties:
+            if name == CALLED:
+                self.called.update(value)
         if report.failed:
             self.of[report.nodeid] = "failed"
         elif report.skipped or report.when == "call":
@@ -58,13 +62,13 @@ def _dsl(arch: str) -> str:
     return version
 
 
-def updated(record: Record, arch: str, run: dict[str, str], counts: Counter[str], dsl: str) -> Record:
+def updated(record: Record, arch: str, run: dict[str, str], outcomes: Outcomes, dsl: str) -> Record:
     """The record after a run on `arch` in which everything passed: sets that were called are verified by it."""
-    called = {kernel.variant for kernel in load.loaded() if kernel.warm}
+    counts = outcomes.counts()
     known = dict(record.verified)
     unverified = dict(record.unverified)
     for key, variants in verified.kernel_sets([arch]).items():
-        used = [variant for variant in variants if variant in called]
+        used = [variant for variant in variants if f"{arch}/{variant.name}" in outcomes.called]
         if not used:
             continue
         unverified.pop(key, None)
@@ -93,6 +97,7 @@ def main(argv: list[str] | None = None) -> int:
     """Run the tests and record, or mark what isn't verified."""
     parser = argparse.ArgumentParser(prog="python -m tests.gpu.record", description=__doc__.splitlines()[0])
     parser.add_argument("--output", type=Path, default=verified.FILE, help="the record to write")
+    parser.add_argument("--jobs", type=int, default=1, help="processes that share the tests (pytest-xdist)")
     parser.add_argument("--mark-unverified", metavar="REASON", help="run nothing; list sets whose record doesn't hold")
     options = parser.parse_args(argv)
     record = verified.read()
@@ -109,6 +114,8 @@ def main(argv: list[str] | None = None) -> int:
     arguments = [os.path.dirname(__file__), "-p", "no:cacheprovider"]
     if importlib.util.find_spec("pytest_timeout") is None:  # then the project's `timeout` option is unknown
         arguments += ["-o", "addopts=-ra --strict-markers --import-mode=importlib"]
+    if options.jobs > 1:
+        arguments += ["-n", str(options.jobs)]
     status = pytest.main(arguments, plugins=[outcomes])
     counts = outcomes.counts()
     print(f"tests/gpu: {dict(counts)}")
@@ -126,7 +133,7 @@ def main(argv: list[str] | None = None) -> int:
         "tvm_ffi": library.tvm_ffi_version(),
         "date": datetime.date.today().isoformat(),
     }
-    record = updated(record, arch, run, counts, _dsl(arch))
+    record = updated(record, arch, run, outcomes, _dsl(arch))
     _write(record, options.output)
     print(matrix.table(record, verified.kernel_sets()))
     return 0

@@ -12,6 +12,8 @@ from culax.runtime.arch import ARCHS
 from culax.runtime.variants import Variant, enumerate_variants
 
 FILE = Path(__file__).with_name("verified.json")
+CALLED = "kernels"
+"""The property of a test's report that lists kernels, so that a run in several processes knows what it called."""
 
 
 @dataclass(frozen=True)

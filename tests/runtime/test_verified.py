@@ -9,9 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from culax.runtime import load, sources
+from culax.runtime import sources
+from culax.runtime.variants import Variant
 from tests.gpu import matrix, record, verified
-from tests.gpu.verified import Record, Verified
+from tests.gpu.verified import CALLED, Record, Verified
 
 DSL = "4.8.1"
 KEY = "sm_90a/made.up.stages.scale"
@@ -89,8 +90,9 @@ def test_record_is_written_and_read_back(sample, tmp_path: Path) -> None:
     assert list(json.loads((tmp_path / "record.json").read_text())["unverified"]) == ["a", "b"]
 
 
-def _report(nodeid: str, when: str, outcome: str) -> pytest.TestReport:
-    return pytest.TestReport(nodeid, ("f", 0, nodeid), {}, outcome, None, when)  # type: ignore[arg-type]
+def _report(nodeid: str, when: str, outcome: str, called: tuple[str, ...] = ()) -> pytest.TestReport:
+    properties = [(CALLED, list(called))]
+    return pytest.TestReport(nodeid, ("f", 0, nodeid), {}, outcome, None, when, user_properties=properties)  # type: ignore[arg-type]
 
 
 def test_outcomes_count_each_test_once_and_a_failure_anywhere() -> None:
@@ -105,13 +107,20 @@ def test_outcomes_count_each_test_once_and_a_failure_anywhere() -> None:
     assert outcomes.counts() == Counter(passed=1, failed=2, skipped=1)
 
 
+def _passed(count: int, variant: Variant, outcomes: record.Outcomes | None = None) -> record.Outcomes:
+    """Outcomes of a run whose last test called `variant`."""
+    outcomes = outcomes or record.Outcomes()
+    for number in range(count):
+        called = (f"{variant.arch}/{variant.name}",) if number == count - 1 else ()
+        outcomes.pytest_runtest_logreport(_report(f"test {number}", "call", "passed", called))
+    return outcomes
+
+
 def test_a_run_verifies_the_sets_it_called(sample, monkeypatch: pytest.MonkeyPatch) -> None:
-    kernel = load.Kernel(sample.variants[0], lambda: None, "built")
-    kernel()
+    outcomes = _passed(5, sample.variants[0])
     cold = {f"{KEY}_cold": (dataclasses.replace(sample.variants[1], name="cold"),)}
-    monkeypatch.setattr(load, "loaded", lambda: (kernel,))
     monkeypatch.setattr(verified, "kernel_sets", lambda archs=(): {**_sets(sample), **cold})
-    known = record.updated(Record(unverified={KEY: "changed"}), "sm_90a", RUN, Counter(passed=5), DSL)
+    known = record.updated(Record(unverified={KEY: "changed"}), "sm_90a", RUN, outcomes, DSL)
     assert known == Record({KEY: _entry(sample)}, {f"{KEY}_cold": "not called by any GPU test"})
 
 
@@ -135,12 +144,8 @@ def test_a_run_that_did_not_pass_records_nothing(tmp_path, monkeypatch, capsys, 
 
 
 def test_a_run_that_passed_is_recorded_with_what_it_ran_on(sample, tmp_path, monkeypatch) -> None:
-    kernel = load.Kernel(sample.variants[0], lambda: None, "built")
-    kernel()
-
     def run(arguments: list[str], plugins: list[record.Outcomes]) -> int:
-        for number in range(5):
-            plugins[0].pytest_runtest_logreport(_report(f"test {number}", "call", "passed"))
+        _passed(5, sample.variants[0], plugins[0])
         return 0
 
     monkeypatch.setattr(record.pytest, "main", run)
@@ -150,7 +155,6 @@ def test_a_run_that_passed_is_recorded_with_what_it_ran_on(sample, tmp_path, mon
     monkeypatch.setattr(record, "_driver", lambda: "1")
     monkeypatch.setattr(record, "_dsl", lambda arch: DSL)
     monkeypatch.setattr(record.library, "tvm_ffi_version", lambda: "3")
-    monkeypatch.setattr(load, "loaded", lambda: (kernel,))
     monkeypatch.setattr(verified, "kernel_sets", lambda archs=(): _sets(sample))
     assert record.main(["--output", str(tmp_path / "record.json")]) == 0
     entry = verified.read(tmp_path / "record.json").verified[KEY]
