@@ -50,6 +50,10 @@ class Case:
         offsets = "" if self.offsets is None else "int64"
         return plan.plan_for("sm_90a", self.key_dim, self.value_dim, offsets, self.value_heads > self.heads)
 
+    def kernels(self) -> launch.Kernels:
+        """Their callables."""
+        return launch.kernels(self.plan())
+
 
 def gates(kind: str, shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
     """Log-decays from none at all to e^-20 a token."""

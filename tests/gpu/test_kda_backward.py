@@ -165,6 +165,18 @@ def test_a_graph_follows_changed_inputs_and_offsets() -> None:
     assert_same(run(LONG, changed), captured)
 
 
+@pytest.mark.parametrize("case", [LONG, CASES["k64_v64"]], ids=["packed_grouped", "equal"])
+def test_a_warmed_plan_can_be_captured(case: Case) -> None:
+    launch.warm(case.plan(), torch.device(DEVICE))
+    arguments = call(case)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = run(case, arguments)
+    graph.replay()
+    assert_same(run(case, arguments), captured)
+
+
 @pytest.mark.parametrize(("tokens", "offsets"), [(0, None), (0, (0, 0)), (5, (2, 2)), (70, (0,))])
 def test_nothing_to_do(tokens: int, offsets: tuple[int, ...] | None) -> None:
     case = Case(1, tokens, 2, 2, offsets=offsets)

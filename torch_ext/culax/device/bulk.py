@@ -16,13 +16,22 @@ def allocate_barriers(memory: cutlass.memory.SmemAllocator, count: int) -> cute.
 
 
 @cute.jit
-def init_barriers(barriers: cute.Pointer, count: cutlass.Constexpr) -> None:
-    """Set up the barriers for one arrival each; returns when every thread may use them."""
+def init_barriers(groups: list[tuple[cute.Pointer, int, int]]) -> None:
+    """Set up groups of barriers (first, count, arrivals of each); returns when every thread may use them."""
     if cute.arch.thread_idx()[0] == 0:
-        for i in cutlass.range_constexpr(count):
-            cute.arch.mbarrier_init(barriers + i, 1)
+        for first, count, arrivals in groups:
+            for i in cutlass.range_constexpr(count):
+                cute.arch.mbarrier_init(first + i, arrivals)
         cute.arch.mbarrier_init_fence()
     cute.arch.sync_threads()
+
+
+@cute.jit
+def wait(barrier: cute.Pointer, phase: cutlass.Int32) -> None:
+    """Spin until the phase of this parity of a barrier is complete."""
+    done = cute.arch.mbarrier_test_wait(barrier, phase)
+    while not done:
+        done = cute.arch.mbarrier_test_wait(barrier, phase)
 
 
 def _image(tile: cute.Tensor) -> cute.Tensor:
@@ -40,3 +49,29 @@ def load_images(pairs: list[tuple[cute.Tensor, cute.Tensor]], barrier: cute.Poin
     for source, target in images:
         atom = cute.make_copy_atom(cpasync.CopyBulkG2SOp(), source.element_type)
         cute.copy(atom, source, target, mbar_ptr=barrier)
+
+
+@cute.jit
+def store_images(pairs: list[tuple[cute.Tensor, cute.Tensor]]) -> None:
+    """Start copies of padded tiles from shared to global memory, as one group of the CTA's first thread.
+
+    Before, every thread that wrote to the tiles must pass `publish`, and after them a barrier. The tiles must stay as
+    they are, and the CTA must not end, until the first thread has passed `stored`.
+    """
+    if cute.arch.thread_idx()[0] == 0:
+        atom = cute.make_copy_atom(cpasync.CopyBulkS2GOp(), cutlass.BFloat16)
+        for source, target in pairs:
+            cute.copy(atom, _image(source), _image(target))
+        cute.arch.cp_async_bulk_commit_group()
+
+
+def publish() -> None:
+    """Make the calling thread's writes to shared memory visible to bulk copies that start behind the next barrier."""
+    cute.arch.fence_proxy("async.shared", space="cta")
+
+
+@cute.jit
+def stored() -> None:
+    """Wait, in the CTA's first thread, until all its bulk stores have read their tiles."""
+    if cute.arch.thread_idx()[0] == 0:
+        cute.arch.cp_async_bulk_wait_group(0, read=True)

@@ -34,19 +34,29 @@ def write_cells(tile: cute.Tensor, row: cutlass.Int32, place: cutlass.Int32, val
     cute.autovec_copy(rounded, cute.local_tile(tile, (1, len(values)), (row, place)))
 
 
-def cumulate(rows: cute.Tensor, sums: cute.Tensor, valid: cutlass.Int32, width: int) -> cute.Tensor:
-    """Inclusive sums [16, width] of the owner's gates over the rows of its own block; `sums` [4, K] gets the totals.
-
-    Rows past the valid ones are not read and add nothing, so that G stays at its last valid value there. A barrier must
-    follow before `sums` is read.
-    """
-    block, place = column_owner(sums.shape[1], width)
-    inside = cute.make_rmem_tensor((BLOCK, width), cutlass.Float32)
+def load_gates(rows: cute.Tensor, valid: cutlass.Int32, width: int) -> cute.Tensor:
+    """Start reading the owner's gates [16, width] in log2 units; a row past the valid ones is not read and is 0."""
+    block, place = column_owner(rows.shape[1], width)
+    gates = cute.make_rmem_tensor((BLOCK, width), cutlass.Float32)
     for r in range(BLOCK):
         row = block * BLOCK + r
         values = read_cells(rows, cutlass.min(row, valid - 1), place, width)
         for c in range(width):
-            inside[r, c] = select(row < valid, values[c], 0.0) * LOG2_E + (inside[r - 1, c] if r else 0.0)
+            gates[r, c] = select(row < valid, values[c], 0.0) * LOG2_E
+    return gates
+
+
+def cumulate(gates: cute.Tensor, sums: cute.Tensor) -> cute.Tensor:
+    """Inclusive sums [16, width] of the owner's gates over the rows of its own block; `sums` [4, K] gets the totals.
+
+    G stays at its last valid value in the rows behind. A barrier must follow before `sums` is read.
+    """
+    width = gates.shape[1]
+    inside = cute.make_rmem_tensor((BLOCK, width), cutlass.Float32)
+    for r in range(BLOCK):
+        for c in range(width):
+            inside[r, c] = gates[r, c] + (inside[r - 1, c] if r else 0.0)
+    block, place = column_owner(sums.shape[1], width)
     write_cells(sums, block, place, [inside[BLOCK - 1, c] for c in range(width)])
     return inside
 

@@ -109,6 +109,30 @@ def gemm(acc: cute.Tensor, a: cute.Tensor, b: cute.Tensor) -> None:
         cute.gemm(mma, acc, frag_a[None, None, k], frag_b[None, None, k], acc)
 
 
+def load_left(a: cute.Tensor) -> cute.Tensor:
+    """All of a product's left operand [m, k] into registers, m k / 64 a thread; see `multiply`."""
+    mma, lane = _warp_mma(), cute.arch.lane_idx()
+    copy = cute.make_tiled_copy_A(_ldmatrix(a), mma)
+    operand = mma.get_slice(lane).make_fragment_A(mma.get_slice(lane).partition_A(a))
+    cute.copy(copy, copy.get_slice(lane).partition_S(a), copy.get_slice(lane).retile(operand))
+    return operand
+
+
+def load_right(b: cute.Tensor) -> cute.Tensor:
+    """All of a product's right operand [n, k] into registers, n k / 64 a thread; see `multiply`."""
+    mma, lane = _warp_mma(), cute.arch.lane_idx()
+    copy = cute.make_tiled_copy_B(_ldmatrix(b), mma)
+    operand = mma.get_slice(lane).make_fragment_B(mma.get_slice(lane).partition_B(b))
+    cute.copy(copy, copy.get_slice(lane).partition_S(b), copy.get_slice(lane).retile(operand))
+    return operand
+
+
+def multiply(acc: cute.Tensor, left: cute.Tensor, right: cute.Tensor) -> None:
+    """`gemm` of operands in registers: for few warps, whose loads must be on their way before they are needed."""
+    for k in range(cute.size(left, mode=[2])):
+        cute.gemm(_warp_mma(), acc, left[None, None, k], right[None, None, k], acc)
+
+
 def row_fragment(row: cute.Tensor) -> cute.Tensor:
     """A row vector [n] as a fragment of [16, n]: this thread's columns of it, once for each of its rows."""
     columns = row.shape[0]

@@ -3,12 +3,13 @@ order."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from ..device.sizes import PAD
+from ..device.sizes import PAD, tile_elements
 from ..reference import kda_chunked
 from ..runtime import load
 from .plan import Plan
@@ -105,7 +106,7 @@ def allocate(inputs: Inputs) -> Tapes:
     """Workspaces for a call; their sizes follow from shapes alone.
 
     A table of packed sequences has two rows more than there can be chunks: the stretches before the first and behind
-    the last sequence.
+    the last sequence. All tapes in bf16 lie in one buffer: an allocation costs the host more than a view.
     """
     batch, tokens, heads, value_dim = inputs.v.shape
     key_dim, device = inputs.q.shape[3], inputs.q.device
@@ -113,54 +114,88 @@ def allocate(inputs: Inputs) -> Tapes:
     sequences = inputs.cu_seqlens.shape[0] - 1 if inputs.cu_seqlens is not None else batch
     each = -(-tokens // CHUNK)
     chunks = each + sequences if packed else each * batch
-
-    def tape(rows: int, columns: int) -> Tensor:
-        padded = torch.empty((chunks, heads, rows, columns + PAD), dtype=torch.bfloat16, device=device)
-        return padded[..., :columns]
-
+    keys, values, states = (CHUNK, key_dim), (CHUNK, value_dim), (key_dim, value_dim)
+    shapes = (keys, values, keys, keys, states, values, states, values)
+    sizes = [chunks * heads * tile_elements(*shape) for shape in shapes]
+    buffer = torch.empty(sum(sizes), dtype=torch.bfloat16, device=device)
+    views, offset = [], 0
+    for (rows, columns), size in zip(shapes, sizes):
+        strides = (heads * tile_elements(rows, columns), tile_elements(rows, columns), columns + PAD, 1)
+        views.append(buffer.as_strided((chunks, heads, rows, columns), strides, offset))
+        offset += size
+    minus_w, u, qg, kg, h, v_new, dh, dvn = views
     return Tapes(
         table=torch.empty((chunks + 2 * packed, 4), dtype=torch.int32, device=device),
         bounds=torch.empty(sequences + 1, dtype=torch.int32, device=device),
-        minus_w=tape(CHUNK, key_dim),
-        u=tape(CHUNK, value_dim),
-        qg=tape(CHUNK, key_dim),
-        kg=tape(CHUNK, key_dim),
+        minus_w=minus_w,
+        u=u,
+        qg=qg,
+        kg=kg,
         decay=torch.empty((chunks, heads, key_dim), dtype=torch.float32, device=device),
-        h=tape(key_dim, value_dim),
-        v_new=tape(CHUNK, value_dim),
-        dh=tape(key_dim, value_dim),
-        dvn=tape(CHUNK, value_dim),
+        h=h,
+        v_new=v_new,
+        dh=dh,
+        dvn=dvn,
     )
 
 
-def build_table(plan: Plan, x: Inputs, t: Tapes) -> None:
+@dataclass(frozen=True)
+class Kernels:
+    """The callables of a plan's variants, under the plan's names."""
+
+    chunk_table: Callable[..., None]
+    prep: Callable[..., None]
+    scan: Callable[..., None]
+    reverse_scan: Callable[..., None]
+    local: Callable[..., None]
+    group_sum: Callable[..., None] | None
+
+
+_ready: dict[int, tuple[Plan, Kernels]] = {}
+
+
+def kernels(plan: Plan) -> Kernels:
+    """A plan's kernels, loaded at its first call. Plans are told apart by identity: there is one of each."""
+    found = _ready.get(id(plan))
+    if found is None:
+        loaded = Kernels(
+            chunk_table=load.get(plan.chunk_table),
+            prep=load.get(plan.prep),
+            scan=load.get(plan.scan),
+            reverse_scan=load.get(plan.reverse_scan),
+            local=load.get(plan.local),
+            group_sum=None if plan.group_sum is None else load.get(plan.group_sum),
+        )
+        found = _ready[id(plan)] = plan, loaded
+    return found[1]
+
+
+def build_table(ready: Kernels, x: Inputs, t: Tapes) -> None:
     """The chunk table and the sequences' first chunks."""
-    kernel = load.get(plan.chunk_table)
     if x.cu_seqlens is None:
-        kernel(t.bounds, t.table, x.q.shape[1])
+        ready.chunk_table(t.bounds, t.table, x.q.shape[1])
     else:
-        kernel(x.cu_seqlens, torch.empty_like(t.bounds), t.bounds, t.table, x.q.shape[1])
+        ready.chunk_table(x.cu_seqlens, torch.empty_like(t.bounds), t.bounds, t.table, x.q.shape[1])
 
 
-def prep(plan: Plan, x: Inputs, t: Tapes, scale: float) -> None:
+def prep(ready: Kernels, x: Inputs, t: Tapes, scale: float) -> None:
     """F3 for every chunk."""
-    load.get(plan.prep)(x.q, x.k, x.v, x.g, x.beta, x.akk, t.table, t.minus_w, t.u, t.qg, t.kg, t.decay, scale)
+    ready.prep(x.q, x.k, x.v, x.g, x.beta, x.akk, t.table, t.minus_w, t.u, t.qg, t.kg, t.decay, scale)
 
 
-def scan(plan: Plan, x: Inputs, t: Tapes) -> None:
-    """F4: the states before the chunks, and v_new."""
-    no_state = x.initial[:0]
-    load.get(plan.scan)(t.minus_w, t.u, t.kg, t.decay, t.bounds, x.initial, t.h, t.v_new, no_state)
+def scan(ready: Kernels, x: Inputs, t: Tapes, final: Tensor) -> None:
+    """F4: the states before the chunks, v_new, and the final states unless `final` is empty."""
+    ready.scan(t.minus_w, t.u, t.kg, t.decay, t.bounds, x.initial, t.h, t.v_new, final)
 
 
-def reverse_scan(plan: Plan, x: Inputs, t: Tapes, dh0: Tensor) -> None:
-    """B2: the gradients of the states after the chunks, dvn, and dh0."""
-    load.get(plan.reverse_scan)(t.qg, t.minus_w, t.kg, t.decay, x.do, x.aqk, t.table, t.bounds, x.dht, t.dh, t.dvn, dh0)
+def reverse_scan(ready: Kernels, x: Inputs, t: Tapes, dh0: Tensor) -> None:
+    """B2: the gradients of the states after the chunks, dvn, and dh0 unless it is empty."""
+    ready.reverse_scan(t.qg, t.minus_w, t.kg, t.decay, x.do, x.aqk, t.table, t.bounds, x.dht, t.dh, t.dvn, dh0)
 
 
-def local(plan: Plan, x: Inputs, t: Tapes, gradients: tuple[Tensor, ...], scale: float) -> None:
+def local(ready: Kernels, x: Inputs, t: Tapes, gradients: tuple[Tensor, ...], scale: float) -> None:
     """B3, B4, B6: dq, dk (or their shares), dv, dg, dbeta."""
-    load.get(plan.local)(x.q, x.k, x.v, x.g, x.beta, x.do, x.akk, t.v_new, t.dvn, t.h, t.dh, t.table, *gradients, scale)
+    ready.local(x.q, x.k, x.v, x.g, x.beta, x.do, x.akk, t.v_new, t.dvn, t.h, t.dh, t.table, *gradients, scale)
 
 
 def run(plan: Plan, arguments: tuple) -> tuple[Tensor, ...]:
@@ -170,21 +205,36 @@ def run(plan: Plan, arguments: tuple) -> tuple[Tensor, ...]:
     """
     q, k, v, g, beta = arguments[2:7]
     with torch.cuda.device(q.device):
+        ready = kernels(plan)
         x, scale = collect(arguments)
         t = allocate(x)
         dq, dk, dv = (torch.empty(y.shape, dtype=y.dtype, device=y.device) for y in (q, k, v))
         dg, dbeta = (torch.empty(y.shape, dtype=torch.float32, device=y.device) for y in (g, beta))
         dh0 = torch.empty(x.initial.shape, dtype=torch.float32, device=q.device)
-        build_table(plan, x, t)
-        prep(plan, x, t, scale)
-        scan(plan, x, t)
-        reverse_scan(plan, x, t, dh0)
-        if plan.group_sum is None:
-            local(plan, x, t, (dq, dk, dv, dg, dbeta), scale)
+        build_table(ready, x, t)
+        prep(ready, x, t, scale)
+        scan(ready, x, t, x.initial[:0])
+        reverse_scan(ready, x, t, dh0)
+        if ready.group_sum is None:
+            local(ready, x, t, (dq, dk, dv, dg, dbeta), scale)
         else:
             shares = tuple(torch.empty(g.shape, dtype=torch.float32, device=q.device) for _ in range(2))
-            local(plan, x, t, (*shares, dv, dg, dbeta), scale)
-            rows, group = dq.numel() // dq.shape[3], g.shape[2] // q.shape[2]
+            local(ready, x, t, (*shares, dv, dg, dbeta), scale)
+            rows, group = q.shape[0] * q.shape[1] * q.shape[2], g.shape[2] // q.shape[2]
             grouped = (share.view(rows, group, g.shape[3]) for share in shares)
-            load.get(plan.group_sum)(*grouped, dq.view(rows, -1), dk.view(rows, -1))
+            ready.group_sum(*grouped, dq.view(rows, g.shape[3]), dk.view(rows, g.shape[3]))
         return dq, dk, dv, dg.to(g.dtype), dbeta.to(beta.dtype), dh0
+
+
+def warm(plan: Plan, device: torch.device) -> None:
+    """Make the plan's kernels ready: run them on one token of zeros."""
+    key_dim, value_dim = plan.key_dim, plan.value_dim
+    value_heads = 1 if plan.group_sum is None else 2
+    bf16 = torch.bfloat16
+    do = torch.zeros((1, 1, value_heads, value_dim), dtype=bf16, device=device)
+    q = torch.zeros((1, 1, 1, key_dim), dtype=bf16, device=device)
+    g = torch.zeros((1, 1, value_heads, key_dim), device=device)
+    square = torch.zeros((1, 1, value_heads, CHUNK), dtype=bf16, device=device)
+    state = torch.zeros((1, value_heads, key_dim, value_dim), device=device)
+    cu_seqlens = torch.tensor([0, 1], device=device) if plan.packed else None
+    run(plan, (do, state, q, q, do, g, g[..., 0], square, square, state, cu_seqlens, 1.0))

@@ -18,14 +18,20 @@ from .stages.scan.config import ScanConfig
 
 ARCHITECTURES = ("sm_90a",)
 DIMS = (64, 128)
-VERIFIED = False
-"""Whether the kernels below have passed tests/gpu on hardware."""
+PROVED = False
+"""Whether these very sources have passed tests/gpu/test_kda_stages.py and test_kda_backward.py on an SM90 device."""
 
 
 @dataclass(frozen=True)
 class Plan:
-    """The kernels of one backward call, in launch order; group_sum is None when every query head has one value head."""
+    """The kernels of one backward call, in launch order; group_sum is None when every query head has one value head.
 
+    packed: whether the call has cu_seqlens.
+    """
+
+    key_dim: int
+    value_dim: int
+    packed: bool
     chunk_table: Variant
     prep: Variant
     scan: Variant
@@ -50,6 +56,9 @@ def plan_for(arch: str, key_dim: int, value_dim: int, offsets: str, grouped: boo
     """The plan for one kind of call. offsets: cu_seqlens' dtype, "int64", or "" without it; grouped: HV > H."""
     dims = f"k{key_dim}_v{value_dim}"
     return Plan(
+        key_dim=key_dim,
+        value_dim=value_dim,
+        packed=bool(offsets),
         chunk_table=_variant(arch, "chunk_table", offsets or "equal", ChunkTableConfig(offsets)),
         prep=_variant(arch, "prep", dims, PrepConfig(key_dim, value_dim)),
         scan=_variant(arch, "scan", dims, ScanConfig(key_dim, value_dim)),
@@ -71,8 +80,8 @@ def plan(problem: KdaProblem, arch: str) -> Plan | str:
         return f"the KDA kernels take bfloat16 inputs, not {problem.dtype}"
     if problem.key_dim not in DIMS or problem.value_dim not in DIMS:
         return f"the KDA kernels take K and V of 64 or 128, not K = {problem.key_dim}, V = {problem.value_dim}"
-    if not VERIFIED:
-        return "the kda_bwd kernels have not passed their tests on hardware yet"
+    if not PROVED:
+        return "the kda_bwd kernels have not passed their tests on hardware in this version: the torch path runs it"
     return plan_for(
         arch,
         problem.key_dim,

@@ -19,13 +19,10 @@ from culax.kda.stages.local.roles import Fragments, Gmem, Task, Warp
 
 @dataclass(frozen=True)
 class Owner:
-    """This thread's block of rows, its key column, its gates summed within the block [16, 1], and G before the
-    block."""
+    """This thread's block of rows and its key column."""
 
     block: cutlass.Int32
     column: cutlass.Int32
-    inside: cute.Tensor
-    before: cutlass.Float32
 
     def row(self, r: int) -> cutlass.Int32:
         """The chunk's row of the block's row r."""
@@ -40,10 +37,14 @@ class Owner:
         tile[self.row(r), self.column] = value.to(tile.element_type)
 
 
-def gate_and_keys(smem: Smem, owner: Owner) -> None:
-    """G in fp32 and ke = k 2^G."""
+def gate_and_keys(smem: Smem, owner: Owner, inside: cute.Tensor, before: cutlass.Float32) -> None:
+    """G and the gates summed within the block in fp32, and ke = k 2^G.
+
+    The thread reads its sums again where it needs them: keeping them would cost the products registers.
+    """
     for r in range(BLOCK):
-        gate = owner.before + owner.inside[r, 0]
+        owner.write(smem.inside, r, inside[r, 0])
+        gate = before + inside[r, 0]
         owner.write(smem.gate, r, gate)
         owner.write(smem.ke, r, owner.read(smem.k, r) * chunks.exp2(gate))
 
@@ -51,16 +52,19 @@ def gate_and_keys(smem: Smem, owner: Owner) -> None:
 def block_operands(smem: Smem, owner: Owner) -> None:
     """The operands of the off-diagonal blocks: kd = k 2^(b_I - G), qd = q 2^(G - b_(I-1)), kbd = beta k 2^(G -
     b_(I-1))."""
+    total = owner.read(smem.inside, BLOCK - 1)
     for r in range(BLOCK):
-        k = owner.read(smem.k, r)
-        down = chunks.exp2(owner.inside[r, 0])
-        owner.write(smem.kd, r, k * chunks.exp2(owner.inside[BLOCK - 1, 0] - owner.inside[r, 0]))
+        k, inside = owner.read(smem.k, r), owner.read(smem.inside, r)
+        down = chunks.exp2(inside)
+        owner.write(smem.kd, r, k * chunks.exp2(total - inside))
         owner.write(smem.qd, r, owner.read(smem.q, r) * down)
         owner.write(smem.kbd, r, smem.beta[owner.row(r)] * k * down)
 
 
 def stage_fragments(smem: Smem, warp: Warp, parts: Fragments) -> None:
     """The warp's [16, 32] fragments into its own part of the stage tiles, from where its lanes read columns."""
+    # The lanes have read the sums within the block, which lie where t goes.
+    cute.arch.sync_warp()
     for fragment, tile in ((parts.dq, smem.dq), (parts.x, smem.x), (parts.dks, smem.t)):
         warp_tiles.store_fragment(fragment, warp.keys(tile))
     cute.arch.sync_warp()
@@ -100,7 +104,7 @@ class Rows:
     dq: cute.Tensor
 
 
-def diagonal_block(smem: Smem, warp: Warp, owner: Owner) -> Rows:
+def diagonal_block(smem: Smem, warp: Warp, owner: Owner, inside: list[cutlass.Float32]) -> Rows:
     """B4 within the block, from row to row with exact decays, all at most 1.
 
     In the stage tiles q dq + beta k x takes dq's place (i = j left out, as it cancels in dG), and beta x + E_ii q, what
@@ -113,7 +117,7 @@ def diagonal_block(smem: Smem, warp: Warp, owner: Owner) -> Rows:
         q, k[i], t[i], dq, x = (owner.read(tile, i) for tile in (smem.q, smem.k, smem.t, smem.dq, smem.x))
         beta_k = smem.beta[row] * k[i]
         e_row, dl_row = _row_before(smem.e_diagonal, row, i + 1), _row_before(smem.dl_diagonal, row, i)
-        decay = chunks.exp2(owner.inside[i, 0] - owner.inside[i - 1, 0]) if i else None
+        decay = chunks.exp2(inside[i] - inside[i - 1]) if i else None
         for j in range(i):
             since[j] = since[j] * decay if j < i - 1 else decay
             decayed = k[j] * since[j]
@@ -130,8 +134,9 @@ def diagonal_block(smem: Smem, warp: Warp, owner: Owner) -> Rows:
 
 def finish(config: LocalConfig, gmem: Gmem, smem: Smem, task: Task, warp: Warp, owner: Owner, parts: Fragments) -> None:
     """B3 + B4 + B6 put together; writes dq, dk, dg and dbeta."""
+    inside = [owner.read(smem.inside, r) for r in range(BLOCK)]
     stage_fragments(smem, warp, parts)
-    rows = diagonal_block(smem, warp, owner)
+    rows = diagonal_block(smem, warp, owner, inside)
     # The results replace what their thread alone reads: q and k, or as shares in fp32 the stage tiles; dg replaces t.
     dq_tile, dk_tile = (smem.dq, smem.x) if config.partial else (smem.q, smem.k)
     d_gate = cute.make_rmem_tensor((BLOCK,), cutlass.Float32)

@@ -3,9 +3,9 @@
 One CTA a chunk and value head, K / 8 warps, one role; every operand is read once and every gradient written once. No
 pipeline: a CTA loads once. Timeline, a barrier between the lines:
 
-    loads of q k v do P v_new dvn h dh; gates summed within blocks
-    E, do S^T, v_new dS^T, dW; sums of S dS
-    G into h's slot, ke into v_new's, dW into do's
+    loads of do v_new dvn h dh; q k v P and the gates arrive later
+    E, do S^T, v_new dS^T, dW; sums of S dS; gates summed within blocks
+    G into h's slot, its sums within blocks into dh's, ke into v_new's, dW into do's
     M, dX, dY; sums of k dks and dY v
     M to its square; dv into ke's slot; kd, qd, kbd into the slots of v, dvn, dW
     P^T M; dv leaves
@@ -18,7 +18,7 @@ pipeline: a CTA loads once. Timeline, a barrier between the lines:
 import cutlass
 import cutlass.cute as cute
 
-from culax.device import chunks, fakes, gates, warp_tiles
+from culax.device import bulk, chunks, fakes, gates, warp_tiles
 from culax.device.sizes import CHUNK
 from culax.kda.stages.local import columns, layouts, roles
 from culax.kda.stages.local.config import LocalConfig
@@ -29,19 +29,19 @@ def _local(
     config: cutlass.Constexpr, gmem: roles.Gmem, smem: layouts.Smem, task: roles.Task, scale: cutlass.Float32
 ) -> None:
     warp = roles.warp_of(config)
-    roles.load_inputs(config, gmem, smem, task)
+    raw_gates = roles.load_inputs(config, gmem, smem, task)
     rows = task.chunk.rows
-    gate_rows = chunks.chunk_rows(gmem.g, task.chunk, task.value_head)
-    inside = gates.cumulate(gate_rows, smem.gate_sums, rows, width=1)
-    cute.arch.cp_async_wait_group(0)
-    cute.arch.mbarrier_wait(smem.arrived, 0)
+    cute.arch.cp_async_wait_group(1)
+    bulk.wait(smem.arrived, 0)
     cute.arch.sync_threads()
-    before, _ = gates.before_and_last(smem.gate_sums, width=1)
-    owner = columns.Owner(*gates.column_owner(config.key_dim, width=1), inside, before[0])
     parts, dw = roles.state_products(config, smem, warp, scale)
     roles.state_row_sums(config, smem)
+    inside = gates.cumulate(raw_gates, smem.gate_sums)
+    cute.arch.cp_async_wait_group(0)
     cute.arch.sync_threads()
-    columns.gate_and_keys(smem, owner)
+    before, _ = gates.before_and_last(smem.gate_sums, width=1)
+    owner = columns.Owner(*gates.column_owner(config.key_dim, width=1))
+    columns.gate_and_keys(smem, owner, inside, before[0])
     warp_tiles.store_fragment(dw, warp.keys(smem.dw))
     cute.arch.sync_threads()
     m, dx = roles.value_products(config, smem, warp)

@@ -16,9 +16,9 @@ class Smem:
     """Tiles; a name after a comma is the slot's later content, in the order of the timeline in kernel.py.
 
     q, k [64, K]; v, kd; v_new, ke, dv; dvn, qd; do, dW, kbd: [64, V] or [64, K]; h, dh [K, V]; [64, K] in fp32: gate in
-    h's slot, t in dh's, dq in those of v and v_new, x in those of dvn and do; P, E, M then dL, P^T M [64, 64]; fp32:
-    E's and dL's diagonal blocks [64, 16], gate sums and k dks by block [4, K], h dh [K], beta [64], sums by row [64,
-    groups].
+    h's slot, sums within blocks and then t in dh's, dq in those of v and v_new, x in those of dvn and do; P, E, M then
+    dL, P^T M [64, 64]; fp32: E's and dL's diagonal blocks [64, 16], gate sums and k dks by block [4, K], h dh [K], beta
+    [64], sums by row [64, groups].
     """
 
     arrived: cute.Pointer
@@ -39,6 +39,7 @@ class Smem:
     gate: cute.Tensor
     dq: cute.Tensor
     x: cute.Tensor
+    inside: cute.Tensor
     t: cute.Tensor
     p: cute.Tensor
     e: cute.Tensor
@@ -90,6 +91,7 @@ def allocate(config: LocalConfig) -> Smem:
         gate=wide(states[0]),
         dq=wide(slots[0]),
         x=wide(slots[2]),
+        inside=wide(states[1]),
         t=wide(states[1]),
         p=allocate_tiles(memory, CHUNK, CHUNK),
         e=allocate_tiles(memory, CHUNK, CHUNK),

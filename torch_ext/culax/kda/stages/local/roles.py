@@ -89,21 +89,25 @@ class Fragments:
     x: cute.Tensor
 
 
-def load_inputs(config: LocalConfig, gmem: Gmem, smem: Smem, task: Task) -> None:
-    """Start all loads of the chunk; they arrive together."""
+def load_inputs(config: LocalConfig, gmem: Gmem, smem: Smem, task: Task) -> cute.Tensor:
+    """Start all loads of the chunk: bulk copies of the tapes and a cp.async group for do come first, then a group for
+    q, k, v, P; the gates of the thread's column are returned."""
     rows, threads = task.chunk.rows, config.threads
-    bulk.init_barriers(smem.arrived, 1)
+    bulk.init_barriers([(smem.arrived, 1, 1)])
     _load_tapes(gmem, smem, task)
+    value_rows = chunks.chunk_rows(gmem.do, task.chunk, task.value_head)
+    chunks.load_rows(value_rows, smem.do, rows, threads)
+    cute.arch.cp_async_commit_group()
     for tensor, head, tile in (
         (gmem.q, task.head, smem.q),
         (gmem.k, task.head, smem.k),
         (gmem.v, task.value_head, smem.v),
-        (gmem.do, task.value_head, smem.do),
         (gmem.akk, task.value_head, smem.p),
     ):
         chunks.load_rows(chunks.chunk_rows(tensor, task.chunk, head), tile, rows, threads)
     cute.arch.cp_async_commit_group()
     gates.load_beta(chunks.chunk_column(gmem.beta, task.chunk, task.value_head), smem.beta, rows)
+    return gates.load_gates(chunks.chunk_rows(gmem.g, task.chunk, task.value_head), rows, width=1)
 
 
 @cute.jit

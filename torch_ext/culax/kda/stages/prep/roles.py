@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import cutlass
 import cutlass.cute as cute
 
-from culax.device import chunks, gates, warp_tiles
+from culax.device import bulk, chunks, gates, warp_tiles
 from culax.device.sizes import BLOCK, CHUNK, VECTOR
 from culax.kda.stages.prep.config import PrepConfig
 from culax.kda.stages.prep.layouts import Smem
@@ -70,16 +70,18 @@ def _prepare_valid(
     chunks.load_rows(chunks.chunk_rows(gmem.v, chunk, value_head), smem.values, chunk.rows, config.threads)
     cute.arch.cp_async_commit_group()
     gates.load_beta(chunks.chunk_column(gmem.beta, chunk, value_head), smem.beta, chunk.rows)
-    gate = gates.cumulate(chunks.chunk_rows(gmem.g, chunk, value_head), smem.gate_sums, chunk.rows, PAIR)
+    raw = gates.load_gates(chunks.chunk_rows(gmem.g, chunk, value_head), chunk.rows, PAIR)
+    gate = gates.cumulate(raw, smem.gate_sums)
     cute.arch.cp_async_wait_group(0)
     cute.arch.sync_threads()
     _scale_rows(smem.values, smem.beta, config.threads)
     before, last = gates.before_and_last(smem.gate_sums, PAIR)
     _apply_gates(smem, (gate, before, last), scale, config)
     _write_decay(gmem.decay[index, value_head, None], last, config)
+    bulk.publish()
     cute.arch.sync_threads()
-    chunks.store_tile(smem.q, gmem.qg[index, value_head, None, None], config.threads)
-    chunks.store_tile(smem.k, gmem.kg[index, value_head, None, None], config.threads)
+    entry = (index, value_head, None, None)
+    bulk.store_images([(smem.q, gmem.qg[entry]), (smem.k, gmem.kg[entry])])
     block, group = warp // (config.key_dim // 64), warp % (config.key_dim // 64)
     p = cute.local_tile(smem.p, (BLOCK, CHUNK), (block, 0))
     w = warp_tiles.accumulator(BLOCK, 64)
@@ -91,9 +93,10 @@ def _prepare_valid(
     cute.arch.sync_threads()
     warp_tiles.store_fragment(w, cute.local_tile(smem.keys, (BLOCK, 64), (block, group)))
     warp_tiles.store_fragment(u, cute.local_tile(smem.values, (BLOCK, width), (block, group)))
+    bulk.publish()
     cute.arch.sync_threads()
-    chunks.store_tile(smem.keys, gmem.minus_w[index, value_head, None, None], config.threads)
-    chunks.store_tile(smem.values, gmem.u[index, value_head, None, None], config.threads)
+    bulk.store_images([(smem.keys, gmem.minus_w[entry]), (smem.values, gmem.u[entry])])
+    bulk.stored()
 
 
 def _scale_rows(tile: cute.Tensor, beta: cute.Tensor, threads: int) -> None:

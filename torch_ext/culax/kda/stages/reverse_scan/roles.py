@@ -73,7 +73,7 @@ def _scan_chunks(
     run: Run,
 ) -> None:
     width = config.widths[1]
-    bulk.init_barriers(smem.arrived, config.stages)
+    bulk.init_barriers([(smem.arrived, config.stages, 1)])
     for ahead in cutlass.range_constexpr(config.stages - 1):
         _load(config, gmem, smem, place, run, run.past - 1 - ahead, ahead)
     for done in cutlass.range(run.past - run.chunk, unroll=1):
@@ -82,7 +82,7 @@ def _scan_chunks(
         # This operand was last read for the chunk before the previous one; a barrier has passed since.
         warp_tiles.store_fragment(state, share.of_state(operand, width))
         cute.arch.cp_async_wait_group(config.stages - 2)
-        cute.arch.mbarrier_wait(smem.arrived + stage, done // config.stages % 2)
+        bulk.wait(smem.arrived + stage, done // config.stages % 2)
         cute.arch.sync_threads()
         # The barrier lies behind every warp's last read of the previous chunk's stage: it may be refilled.
         ahead = config.stages - 1

@@ -53,27 +53,29 @@ def _scan_chunks(
 ) -> None:
     first, past = run
     width = config.widths[1]
-    bulk.init_barriers(smem.arrived, config.stages)
+    bulk.init_barriers([(smem.arrived, config.stages, 1)])
     for ahead in cutlass.range_constexpr(config.stages - 1):
         _load(config, gmem, smem, place, first + ahead, past, ahead)
     for index in cutlass.range(first, past, unroll=1):
         stage, operand = (index - first) % config.stages, smem.state[None, None, (index - first) % 2]
         # This operand was last read for the chunk before the previous one; a barrier has passed since.
         warp_tiles.store_fragment(state, share.of_state(operand, width))
+        bulk.wait(smem.arrived + stage, (index - first) // config.stages % 2)
+        minus_w = warp_tiles.load_left(share.tokens(smem.minus_w[None, None, stage]))
+        kg = warp_tiles.load_left(share.keys(warp_tiles.transposed(smem.kg[None, None, stage])))
+        warp_tiles.scale_rows(state, cute.local_tile(smem.decay[None, stage], (BLOCK,), (share.row,)))
         cute.arch.cp_async_wait_group(config.stages - 2)
-        cute.arch.mbarrier_wait(smem.arrived + stage, (index - first) // config.stages % 2)
         cute.arch.sync_threads()
+        h = warp_tiles.load_right(share.values(warp_tiles.transposed(operand)))
+        v_new = warp_tiles.load_fragment(share.of_rows(smem.u[None, None, stage]))
         # The barrier lies behind every warp's last read of the previous chunk's stage: it may be refilled.
         ahead = index + config.stages - 1
         _load(config, gmem, smem, place, ahead, past, (ahead - first) % config.stages)
-        v_new = warp_tiles.load_fragment(share.of_rows(smem.u[None, None, stage]))
-        minus_w = share.tokens(smem.minus_w[None, None, stage])
-        warp_tiles.gemm(v_new, minus_w, share.values(warp_tiles.transposed(operand)))
+        warp_tiles.multiply(v_new, minus_w, h)
         warp_tiles.store_fragment(v_new, share.of_rows(smem.v_new))
-        warp_tiles.scale_rows(state, cute.local_tile(smem.decay[None, stage], (BLOCK,), (share.row,)))
         cute.arch.sync_threads()
-        kg = share.keys(warp_tiles.transposed(smem.kg[None, None, stage]))
-        warp_tiles.gemm(state, kg, share.state_values(warp_tiles.transposed(smem.v_new), width))
+        v_rounded = warp_tiles.load_right(share.state_values(warp_tiles.transposed(smem.v_new), width))
+        warp_tiles.multiply(state, kg, v_rounded)
         for tile, tape in ((operand, gmem.h), (smem.v_new, gmem.v_new)):
             chunks.store_tile(tile, states.slice_of(tape, index, place, config.columns), config.threads)
 
