@@ -22,7 +22,9 @@ _AUTOCAST_KEYS = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU) | tor
 )
 
 
-def _without_autocast(formula: Callable[..., Gradients]) -> Callable[..., Gradients]:
+def without_autocast(formula: Callable[..., Gradients]) -> Callable[..., Gradients]:
+    """A formula that computes as if no autocast surrounded ``backward()``."""
+
     def backward(ctx: Any, *gradients: Tensor | None) -> Gradients:
         with torch._C._ExcludeDispatchKeyGuard(_AUTOCAST_KEYS):
             return formula(ctx, *gradients)
@@ -44,7 +46,7 @@ def kda_fwd_setup(ctx: Any, inputs: tuple, output: tuple) -> None:
     ctx.save_for_backward(*tensors, Aqk, Akk)
 
 
-@_without_autocast
+@without_autocast
 def kda_fwd_backward(ctx: Any, do: Tensor | None, dht: Tensor | None, *_: None) -> Gradients:
     """One kda_bwd call; no second forward."""
     if do is None and dht is None:
@@ -63,7 +65,7 @@ def kda_bwd_setup(ctx: Any, inputs: tuple, output: tuple) -> None:
     ctx.save_for_backward(do, dht, q, k, v, g, beta, initial_state, cu_seqlens)
 
 
-@_without_autocast
+@without_autocast
 def kda_bwd_backward(ctx: Any, *gradients: Tensor | None) -> Gradients:
     """One _kda_bwd_bwd call."""
     if all(gradient is None for gradient in gradients):
@@ -92,7 +94,7 @@ def grouped_mm_setup(ctx: Any, inputs: tuple, output: Tensor) -> None:
     ctx.save_for_backward(*inputs)
 
 
-@_without_autocast
+@without_autocast
 def grouped_mm_backward(ctx: Any, gradient: Tensor | None) -> Gradients:
     """dx = dy weight^T by expert, dweight = x^T dy by expert."""
     if gradient is None:
@@ -114,7 +116,7 @@ def grouped_wgrad_setup(ctx: Any, inputs: tuple, output: Tensor) -> None:
         ctx.save_for_backward(mat_a, mat_b, offs)
 
 
-@_without_autocast
+@without_autocast
 def grouped_wgrad_backward(ctx: Any, gradient: Tensor | None) -> Gradients:
     """dA^T = B dW^T and dB = A^T dW by expert, computed in the wider of the operands' and the output's dtype."""
     if gradient is None or not any(ctx.needs_input_grad[:2]):

@@ -5,40 +5,31 @@ gradient into `main_grad` (torch.ops.culax._grouped_wgrad_main_grad) and returns
 is left as it was. The addition is a declared mutation of a graph input, which AOTAutograd keeps in the backward graph.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from . import checks
+from .gradients import without_autocast
+from .grouped_wgrad import api
 
-def _check_main_grad(
-    op: str, main_grad: Tensor, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
-) -> None:
-    wanted = torch.float64 if dtype == torch.float64 else torch.float32
-    if tuple(main_grad.shape) != shape:
-        raise ValueError(
-            f"{op}: argument `main_grad`: expected shape (E, K, N) = {shape}, got {tuple(main_grad.shape)}"
-        )
-    if main_grad.dtype != wanted:
-        raise ValueError(
-            f"{op}: argument `main_grad`: expected dtype {wanted} for {dtype} operands, got {main_grad.dtype}"
-        )
-    if main_grad.device != device:
-        raise ValueError(f"{op}: argument `main_grad`: expected device {device}, got {main_grad.device}")
+
+def _check(op: str, main_grad: Tensor, shape: Sequence[int], operand: Tensor, name: str) -> None:
+    checks.expect_shape(op, "main_grad", main_grad, "E, K, N", shape)
+    wanted = torch.float64 if operand.dtype == torch.float64 else torch.float32
+    checks.expect_dtype(op, "main_grad", main_grad, (wanted,))
+    checks.expect_device(op, "main_grad", main_grad, operand.device, name)
 
 
 def _forward(x: Tensor, weight: Tensor, offs: Tensor, main_grad: Tensor) -> Tensor:
-    from culax.grouped_wgrad import api
-
-    _check_main_grad("_grouped_mm_main_grad", main_grad, tuple(weight.shape), weight.dtype, weight.device)
+    _check("_grouped_mm_main_grad", main_grad, weight.shape, weight, "weight")
     return api.grouped_mm(x, weight, offs)
 
 
 def _accumulate(main_grad: Tensor, x: Tensor, dy: Tensor, offs: Tensor) -> None:
-    from culax.grouped_wgrad import api
-
-    shape = (offs.shape[0], x.shape[1], dy.shape[1])
-    _check_main_grad("_grouped_wgrad_main_grad", main_grad, shape, x.dtype, x.device)
+    _check("_grouped_wgrad_main_grad", main_grad, (offs.shape[0], x.shape[1], dy.shape[1]), x, "x")
     # No graph reads main_grad, so its version stays put: compiled code saves main_grad with each forward, and would
     # refuse the second of two pending backwards after the first had bumped it.
     with torch.autograd._unsafe_preserve_version_counter(main_grad):
@@ -59,6 +50,7 @@ def _setup_context(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor, Tensor], outp
     ctx.main_grad = main_grad  # a destination, not a value the formula reads: no version check
 
 
+@without_autocast
 def _backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, None, None, None]:
     if torch.is_grad_enabled():
         raise NotImplementedError(
