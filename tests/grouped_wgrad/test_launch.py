@@ -1,0 +1,169 @@
+"""What reaches the kernel: aligned operands, dense outputs, addresses, workspaces. A stand-in plays the kernel."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from culax.grouped_wgrad import checks, launch, plan
+
+M, N, T = 16, 24, 8
+ENDS = (3, 3, 8)
+
+
+class Recorder:
+    """Computes the product as the kernel would, in plain torch, and remembers its arguments."""
+
+    def __init__(self, accumulate: bool) -> None:
+        self.accumulate = accumulate
+        self.arguments: tuple = ()
+
+    def __call__(self, mat_a: Tensor, mat_b: Tensor, offs: Tensor, target: Tensor, workspace: Any, sms: int) -> None:
+        self.arguments = (mat_a, mat_b, offs, target, workspace, sms)
+        begin = 0
+        for expert, end in enumerate(offs.tolist()):
+            product = mat_a[:, begin:end].float() @ mat_b[begin:end].float()
+            target[expert].copy_(product + target[expert] if self.accumulate else product)
+            begin = end
+
+
+@pytest.fixture
+def device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """CPU tensors stand for a GPU's: their device index is None, and so is the current device's."""
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: None)
+    monkeypatch.setattr(launch, "_multiprocessors", lambda index: 132)
+
+
+def planned(op: str, arguments: tuple) -> plan.Plan:
+    chosen = plan.plan(checks.build_wgrad(op, arguments), "sm_90a")
+    assert isinstance(chosen, plan.Plan), chosen
+    return chosen
+
+
+def operands() -> tuple[Tensor, Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    a, b = (torch.randn(T, x, generator=generator).bfloat16() for x in (M, N))
+    return a, b, torch.tensor(ENDS, dtype=torch.int32)
+
+
+def shifted(tensor: Tensor) -> Tensor:
+    flat = torch.empty(tensor.numel() + 1, dtype=tensor.dtype)
+    flat[1:] = tensor.reshape(-1)
+    return flat[1:].view(tensor.shape)
+
+
+def padded(tensor: Tensor) -> Tensor:
+    return torch.nn.functional.pad(tensor, (1, 7))[:, 1 : 1 + tensor.shape[1]]
+
+
+def k_major(tensor: Tensor) -> Tensor:
+    return tensor.t().contiguous().t()
+
+
+def run(monkeypatch: pytest.MonkeyPatch, a: Tensor, b: Tensor, offs: Tensor, out: Tensor, accumulate: bool) -> Recorder:
+    rest = (None, None, None, None, "padded", "2d", accumulate)
+    chosen = planned("grouped_wgrad_out", (out, a.t(), b, offs, *rest))
+    recorder = Recorder(accumulate)
+    monkeypatch.setattr(launch, "_kernel", lambda _: recorder)
+    launch.run(chosen, out, a.t(), b, offs)
+    return recorder
+
+
+def expected(a: Tensor, b: Tensor) -> Tensor:
+    starts = (0, *ENDS[:-1])
+    return torch.stack([a[s:e].float().t() @ b[s:e].float() for s, e in zip(starts, ENDS)])
+
+
+@pytest.mark.parametrize(
+    "change", [lambda x: x, shifted, padded, k_major], ids=["plain", "shifted", "padded", "k_major"]
+)
+def test_operands_arrive_aligned_with_their_values(device: None, monkeypatch: pytest.MonkeyPatch, change) -> None:
+    a, b, offs = operands()
+    out = torch.zeros(len(ENDS), M, N)
+    recorder = run(monkeypatch, change(a), change(b), offs, out, False)
+    mat_a, mat_b, *_ = recorder.arguments
+    for tensor, rows in ((mat_a, a.t()), (mat_b, b)):
+        assert tensor.data_ptr() % 16 == 0 and torch.equal(tensor, rows)
+        assert sorted(tensor.stride())[0] == 1 and sorted(tensor.stride())[1] % 8 == 0
+    torch.testing.assert_close(out, expected(a, b))
+
+
+def test_aligned_operands_are_not_copied(device: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    a, b, offs = operands()
+    out = torch.zeros(len(ENDS), M, N)
+    mat_a, mat_b, seen, target, workspace, _ = run(monkeypatch, a, b, offs, out, False).arguments
+    assert (mat_a.data_ptr(), mat_b.data_ptr(), seen.data_ptr()) == (a.data_ptr(), b.data_ptr(), offs.data_ptr())
+    assert target is out and workspace is None
+
+
+@pytest.mark.parametrize("accumulate", [False, True], ids=["overwrite", "accumulate"])
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda e: torch.ones(e, M, N),
+        lambda e: torch.ones(e, N, M).transpose(1, 2),
+        lambda e: torch.ones(e, M, N + 8)[:, :, :N],
+        lambda e: torch.ones(e * M * N + 1)[1:].view(e, M, N),
+        lambda e: torch.ones(e, 2, M, N)[:, 1],
+    ],
+    ids=["dense", "transposed", "padded_rows", "shifted", "strided_experts"],
+)
+def test_outputs_of_any_stride_get_the_result(device: None, monkeypatch, make, accumulate: bool) -> None:
+    a, b, offs = operands()
+    out = make(len(ENDS))
+    target = run(monkeypatch, a, b, offs, out, accumulate).arguments[3]
+    assert target.data_ptr() % 16 == 0 and target.stride()[1:] == (N, 1) and target.stride(0) % 8 == 0
+    torch.testing.assert_close(out, expected(a, b) + (1.0 if accumulate else 0.0))
+
+
+def test_lists_pass_addresses_in_whole_chunks_and_a_workspace(device: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    a, b, offs = operands()
+    outs = [torch.full((M, N), 2.0) for _ in ENDS]
+    outs[1] = torch.full((M, N + 8), 2.0)[:, :N]
+    rest = (None, None, None, None, "padded", "2d", False)
+    chosen = planned("grouped_wgrad_out_list", (outs, a.t(), b, offs, *rest))
+    calls: list[tuple] = []
+    monkeypatch.setattr(launch, "_kernel", lambda _: lambda *arguments: calls.append(arguments))
+    launch.run(chosen, outs, a.t(), b, offs)
+    (_, _, _, addresses, workspace, _) = calls[0]
+    assert addresses.dtype is torch.int64 and not addresses.is_cuda and addresses.numel() == launch.POINTERS
+    assert addresses[0] == outs[0].data_ptr() and addresses[2] == outs[2].data_ptr()
+    assert addresses[1] != outs[1].data_ptr(), "rows with a pitch go through a dense copy"
+    assert addresses[3:].count_nonzero() == 0
+    assert workspace.shape == (len(ENDS), 1, 16) and workspace.dtype is torch.int64
+    assert outs[1].eq(2).all(), "an accumulating kernel needs the copy to hold what was there"
+
+
+def test_offsets_of_64_bits_are_clamped_before_they_are_narrowed(device: None, monkeypatch) -> None:
+    a, b, _ = operands()
+    offs = torch.tensor([3, -(2**40), 2**40])
+    chosen = planned("grouped_wgrad", (a.t(), b, offs, None, None, None, None, "padded", "2d", None))
+    calls: list[tuple] = []
+    monkeypatch.setattr(launch, "_kernel", lambda _: lambda *arguments: calls.append(arguments))
+    launch.run(chosen, torch.zeros(3, M, N, dtype=torch.bfloat16), a.t(), b, offs)
+    assert calls[0][2].dtype is torch.int32 and calls[0][2].tolist() == [3, 0, T]
+
+
+@pytest.mark.parametrize("accumulate", [False, True], ids=["overwrite", "accumulate"])
+def test_no_tokens_need_no_kernel(device: None, monkeypatch: pytest.MonkeyPatch, accumulate: bool) -> None:
+    out = torch.full((2, M, N), 5.0)
+    a, b = torch.empty(0, M).bfloat16(), torch.empty(0, N).bfloat16()
+    recorder = run(monkeypatch, a, b, torch.zeros(2, dtype=torch.int32), out, accumulate)
+    assert recorder.arguments == () and out.eq(5.0 if accumulate else 0.0).all()
+
+
+def test_one_token_gets_a_pitch_tma_can_take(device: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    a, b = torch.randn(1, M).bfloat16(), torch.randn(1, N).bfloat16()
+    out = torch.zeros(1, M, N)
+    mat_a, mat_b, *_ = run(monkeypatch, a, b, torch.ones(1, dtype=torch.int32), out, False).arguments
+    assert mat_a.stride() == (1, M) and mat_b.stride() == (N, 1)
+    torch.testing.assert_close(out[0], a.float().t() @ b.float())
+
+
+def test_chunk_size_is_the_kernels() -> None:
+    source = (launch.__file__ or "").replace("launch.py", "stages/gemm/descriptors.py")
+    with open(source) as file:
+        assert f"\nPOINTERS = {launch.POINTERS}\n" in file.read()
