@@ -106,7 +106,8 @@ def chunk_kda(
         output_final_state: return the state after the last token.
         use_qk_l2norm_in_kernel: q and k are divided by sqrt(sum of squares + 1e-6) over K first.
         use_gate_in_kernel: gamma is computed from z = g + dt_bias: -exp(A_log) softplus(z), or with lower_bound the
-            bounded form lower_bound sigmoid(exp(A_log) z). Softplus gates stronger than -128 count as -128.
+            bounded form lower_bound sigmoid(exp(A_log) z). Softplus gates stronger than -128 count as -128, and in the
+            bounded form exp(A_log) as at most 6.9e12 (5.6e102 for fp64), so that gradients stay finite.
         use_beta_sigmoid_in_kernel: beta is sigmoid(beta).
         allow_neg_eigval: beta is 2 sigmoid(beta); needs use_beta_sigmoid_in_kernel.
         safe_gate: asks for the bounded form: lower_bound must then be given, in [-5, 0).

@@ -110,8 +110,8 @@ def decay_gate(g: Tensor, A_log: Tensor | None, dt_bias: Tensor | None, lower_bo
 
     g [..., HV, K], any floating dtype; A_log [HV] (optional in the bounded form, where e^A is then 1); dt_bias [HV*K]
     or [HV, K] or None; lower_bound None (softplus form) or a negative number (bounded form). Returns [..., HV, K], at
-    most 0, in fp32 (fp64 for fp64 g). Gates stronger than -128 are returned as -128: exp of either is 0 in fp32.
-    Formulas: the module's docstring.
+    most 0, in fp32 (fp64 for fp64 g). Softplus gates stronger than -128 are returned as -128: exp of either is 0 in
+    fp32. The bounded form takes e^A as at most 6.9e12 (5.6e102 in fp64). Formulas: the module's docstring.
     """
     return _Gate.apply(g, A_log, dt_bias, lower_bound)
 
