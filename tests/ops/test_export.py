@@ -58,6 +58,29 @@ def test_export_save_load_run(tmp_path: Path) -> None:
         assert torch.equal(loaded(*block_inputs(tokens)), block(*block_inputs(tokens)))
 
 
+class Packed(torch.nn.Module):
+    """Packed sequences from their states to their states."""
+
+    def forward(self, *inputs: Tensor) -> tuple[Tensor, Tensor]:
+        *others, state, cu_seqlens = inputs
+        return OPS.kda_fwd(*others, state, cu_seqlens, 0.5, True)[:2]
+
+
+def packed_inputs(lengths: tuple[int, ...]) -> tuple[Tensor, ...]:
+    case = cases.kda(tokens=sum(lengths), dtype=torch.float32, lengths=lengths, sizes=(1, 2, 4, 8))
+    return case.arguments[:7]
+
+
+def test_exported_program_takes_any_number_of_sequences_one_among_them() -> None:
+    dynamic = torch.export.Dim.DYNAMIC
+    shapes = ((*[{1: dynamic}] * 5, {0: dynamic}, {0: dynamic}),)
+    program = torch.export.export(Packed(), packed_inputs((4, 8)), dynamic_shapes=shapes).module()
+    for lengths in ((4, 8), (5,), (0, 3, 66)):
+        inputs = packed_inputs(lengths)
+        for found, expected in zip(program(*inputs), Packed()(*inputs), strict=True):
+            assert torch.equal(found, expected)
+
+
 def test_export_of_the_backward(tmp_path: Path) -> None:
     """The in-place op is functionalised and its output still written."""
     case = cases.kda(tokens=6, dtype=torch.float32, sizes=(1, 1, 4, 8), state=False)

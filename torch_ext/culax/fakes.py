@@ -19,9 +19,15 @@ from .kda.problem import CHUNK
 def kda_fwd(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """(o, final_state, Aqk, Akk)."""
     kda_checks.validate_forward(*arguments)
-    q, _, v, _, _, _, cu_seqlens, _, output_final_state = arguments
+    q, _, v, _, _, initial_state, cu_seqlens, _, output_final_state = arguments
     batch, tokens, value_heads, value_dim = v.shape
-    sequences = kda_checks.sequence_count(q, cu_seqlens) if output_final_state else 0
+    if not output_final_state:
+        sequences = 0
+    elif initial_state is None:
+        sequences = kda_checks.sequence_count(q, cu_seqlens)
+    else:
+        # torch compares the size of cu_seqlens less one with 1, which would bar one sequence from an exported program.
+        sequences = initial_state.shape[0]
     state = q.new_empty((sequences, value_heads, q.shape[3], value_dim), dtype=kda_checks.state_dtype(q.dtype))
     scores = [q.new_empty((batch, tokens, value_heads, CHUNK)) for _ in range(2)]
     return q.new_empty(v.shape), state, scores[0], scores[1]
