@@ -63,8 +63,6 @@ def block_operands(smem: Smem, owner: Owner) -> None:
 
 def stage_fragments(smem: Smem, warp: Warp, parts: Fragments) -> None:
     """The warp's [16, 32] fragments into its own part of the stage tiles, from where its lanes read columns."""
-    # The lanes have read the sums within the block, which lie where t goes.
-    cute.arch.sync_warp()
     for fragment, tile in ((parts.dq, smem.dq), (parts.x, smem.x), (parts.dks, smem.t)):
         warp_tiles.store_fragment(fragment, warp.keys(tile))
     cute.arch.sync_warp()
@@ -95,29 +93,23 @@ def _sum_over_lanes(values: list[cutlass.Float32]) -> cutlass.Float32:
     return values[0] + cute.arch.shuffle_sync_bfly(values[0], offset=1)
 
 
-@dataclass(frozen=True)
-class Rows:
-    """The owner's results of its 16 rows: k, t (without i = j) and the complete dq."""
+def diagonal_block(smem: Smem, warp: Warp, owner: Owner, dq_tile: cute.Tensor) -> tuple[cute.Tensor, cute.Tensor]:
+    """B4 within the block, from row to row with exact decays, all at most 1; returns k and t [16], t without i = j.
 
-    k: cute.Tensor
-    t: cute.Tensor
-    dq: cute.Tensor
-
-
-def diagonal_block(smem: Smem, warp: Warp, owner: Owner, inside: list[cutlass.Float32]) -> Rows:
-    """B4 within the block, from row to row with exact decays, all at most 1.
-
-    In the stage tiles q dq + beta k x takes dq's place (i = j left out, as it cancels in dG), and beta x + E_ii q, what
-    dk holds besides t, takes that of x. The sums of k x over the columns go to shared memory.
+    dq is complete at its row and goes to its tile. In the stage tiles q dq + beta k x takes dq's place (i = j left out,
+    as it cancels in dG), and beta x + E_ii q, what dk holds besides t, takes that of x. The sums of k x over the
+    columns go to shared memory.
     """
-    k, t, dq_out, since = (cute.make_rmem_tensor((BLOCK,), cutlass.Float32) for _ in range(4))
+    k, t, since = (cute.make_rmem_tensor((BLOCK,), cutlass.Float32) for _ in range(3))
     key_sums = []
+    before = cutlass.Float32(0.0)
     for i in range(BLOCK):
         row = owner.row(i)
         q, k[i], t[i], dq, x = (owner.read(tile, i) for tile in (smem.q, smem.k, smem.t, smem.dq, smem.x))
         beta_k = smem.beta[row] * k[i]
         e_row, dl_row = _row_before(smem.e_diagonal, row, i + 1), _row_before(smem.dl_diagonal, row, i)
-        decay = chunks.exp2(inside[i] - inside[i - 1]) if i else None
+        inside = owner.read(smem.inside, i)
+        decay, before = chunks.exp2(inside - before), inside
         for j in range(i):
             since[j] = since[j] * decay if j < i - 1 else decay
             decayed = k[j] * since[j]
@@ -127,37 +119,35 @@ def diagonal_block(smem: Smem, warp: Warp, owner: Owner, inside: list[cutlass.Fl
         key_sums.append(k[i] * x)
         owner.write(smem.dq, i, q * dq + beta_k * x)
         owner.write(smem.x, i, smem.beta[row] * x + e_row[i] * q)
-        dq_out[i] = dq + e_row[i] * k[i]
+        owner.write(dq_tile, i, dq + e_row[i] * k[i])
     smem.key_row_sums[owner.row(0) + cute.arch.lane_idx() // 2, warp.group] = _sum_over_lanes(key_sums)
-    return Rows(k, t, dq_out)
+    return k, t
 
 
 def finish(config: LocalConfig, gmem: Gmem, smem: Smem, task: Task, warp: Warp, owner: Owner, parts: Fragments) -> None:
     """B3 + B4 + B6 put together; writes dq, dk, dg and dbeta."""
-    inside = [owner.read(smem.inside, r) for r in range(BLOCK)]
     stage_fragments(smem, warp, parts)
-    rows = diagonal_block(smem, warp, owner, inside)
-    # The results replace what their thread alone reads: q and k, or as shares in fp32 the stage tiles; dg replaces t.
-    dq_tile, dk_tile = (smem.dq, smem.x) if config.partial else (smem.q, smem.k)
+    # Results replace what their thread alone reads, and has read: dq and dk the rows of q and k, or as shares in fp32
+    # those of t and x; dg what is summed up to it in dq's stage tile.
+    dq_tile, dk_tile = (smem.t, smem.x) if config.partial else (smem.q, smem.k)
+    k, t = diagonal_block(smem, warp, owner, dq_tile)
     d_gate = cute.make_rmem_tensor((BLOCK,), cutlass.Float32)
     extra = _last_row_terms(smem, owner)
     for r in range(BLOCK):
         # On the last valid row t holds nothing but its own k dks, which cancels against the sum in `extra`.
         is_last = owner.row(r) == task.chunk.rows - 1
-        own = chunks.select(is_last, 0.0, rows.t[r])
-        d_gate[r] = owner.read(smem.dq, r) - rows.k[r] * own + chunks.select(is_last, extra, 0.0)
-        d_key = rows.t[r] + owner.read(smem.x, r)
-        owner.write(dk_tile, r, d_key)
-        owner.write(dq_tile, r, rows.dq[r])
+        own = chunks.select(is_last, 0.0, t[r])
+        d_gate[r] = owner.read(smem.dq, r) - k[r] * own + chunks.select(is_last, extra, 0.0)
+        owner.write(dk_tile, r, t[r] + owner.read(smem.x, r))
     _reverse_sum(smem, owner, d_gate)
     for r in range(BLOCK):
-        owner.write(smem.t, r, d_gate[r])
+        owner.write(smem.dq, r, d_gate[r])
     cute.arch.sync_threads()
     head = task.value_head if config.partial else task.head
     for tile, tensor, row_head in (
         (dq_tile, gmem.dq, head),
         (dk_tile, gmem.dk, head),
-        (smem.t, gmem.dg, task.value_head),
+        (smem.dq, gmem.dg, task.value_head),
     ):
         chunks.store_rows(tile, chunks.chunk_rows(tensor, task.chunk, row_head), task.chunk.rows, config.threads)
     write_beta(config, gmem, smem, task)
@@ -175,11 +165,12 @@ def _reverse_sum(smem: Smem, owner: Owner, d_gate: cute.Tensor) -> None:
     """B6 in place: sums of dG over the rows from each one to the chunk's last."""
     for r in range(BLOCK - 2, -1, -1):
         d_gate[r] = d_gate[r] + d_gate[r + 1]
-    smem.gate_sums[owner.block, owner.column] = d_gate[0]
+    # A block's sum goes where only this thread has read: the gates summed in the block's first row.
+    owner.write(smem.inside, 0, d_gate[0])
     cute.arch.sync_threads()
     later = cutlass.Float32(0.0)
     for block in range(CHUNK // BLOCK - 1, 0, -1):
-        later = later + chunks.select(block > owner.block, smem.gate_sums[block, owner.column], 0.0)
+        later = later + chunks.select(block > owner.block, smem.inside[block * BLOCK, owner.column], 0.0)
     for r in range(BLOCK):
         d_gate[r] = d_gate[r] + later
 

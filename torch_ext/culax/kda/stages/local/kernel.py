@@ -6,12 +6,12 @@ pipeline: a CTA loads once. Timeline, a barrier between the lines:
     loads of do v_new dvn h dh; q k v P and the gates arrive later
     E, do S^T, v_new dS^T, dW; sums of S dS; gates summed within blocks
     G into h's slot, its sums within blocks into dh's, ke into v_new's, dW into do's
-    M, dX, dY; sums of k dks and dY v
-    M to its square; dv into ke's slot; kd, qd, kbd into the slots of v, dvn, dW
+    M to its square; dX, dY; sums of k dks and dY v
+    dv into ke's slot; kd, qd, kbd into the slots of v, dvn, dW
     P^T M; dv leaves
     dL into M's square
     off-diagonal blocks
-    dq, x and t by columns through the slots of v .. do and dh: diagonal blocks, reverse sum
+    dq, x and t by columns through the slots of v .. do and the squares: diagonal blocks, reverse sum
     outputs
 """
 
@@ -41,14 +41,13 @@ def _local(
     cute.arch.sync_threads()
     before, _ = gates.before_and_last(smem.gate_sums, width=1)
     owner = columns.Owner(*gates.column_owner(config.key_dim, width=1))
-    columns.gate_and_keys(smem, owner, inside, before[0])
     warp_tiles.store_fragment(dw, warp.keys(smem.dw))
+    columns.gate_and_keys(smem, owner, inside, before[0])
     cute.arch.sync_threads()
-    m, dx = roles.value_products(config, smem, warp)
+    dx = roles.key_products(config, smem, warp)
     roles.apply_gates(smem, warp, parts, dx, rows - 1, scale)
     dv = roles.value_gradient(config, smem, warp)
     cute.arch.sync_threads()
-    warp_tiles.store_fragment(m, warp.part(smem.square, CHUNK // config.groups))
     warp_tiles.store_fragment(dv, warp.part(smem.dv, config.value_dim // config.groups))
     columns.block_operands(smem, owner)
     cute.arch.sync_threads()
@@ -57,7 +56,7 @@ def _local(
     cute.arch.sync_threads()
     roles.earlier_blocks(smem, warp, parts)
     roles.later_blocks(smem, warp, parts)
-    # All warps have read kd, qd and kbd before the stage tiles take their slots.
+    # All warps have read kd, qd, kbd, E and dL before the stage tiles take their slots.
     cute.arch.sync_threads()
     columns.finish(config, gmem, smem, task, warp, owner, parts)
 

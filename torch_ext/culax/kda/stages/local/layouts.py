@@ -6,7 +6,7 @@ import cutlass
 import cutlass.cute as cute
 
 from culax.device.bulk import allocate_barriers
-from culax.device.sizes import BLOCK, CHUNK, PAD
+from culax.device.sizes import BLOCK, CHUNK, PAD, tile_elements
 from culax.device.warp_tiles import allocate_tiles, padded_tile
 from culax.kda.stages.local.config import LocalConfig
 
@@ -16,9 +16,9 @@ class Smem:
     """Tiles; a name after a comma is the slot's later content, in the order of the timeline in kernel.py.
 
     q, k [64, K]; v, kd; v_new, ke, dv; dvn, qd; do, dW, kbd: [64, V] or [64, K]; h, dh [K, V]; [64, K] in fp32: gate in
-    h's slot, sums within blocks and then t in dh's, dq in those of v and v_new, x in those of dvn and do; P, E, M then
-    dL, P^T M [64, 64]; fp32: E's and dL's diagonal blocks [64, 16], gate sums and k dks by block [4, K], h dh [K], beta
-    [64], sums by row [64, groups].
+    h's slot, sums within blocks in dh's, dq in those of v and v_new, x in those of dvn and do, t over the squares;
+    squares [64, 64]: P, E, M then dL, P^T M; fp32: E's and dL's diagonal blocks [64, 16], gate sums and k dks by block
+    [4, K], h dh [K], beta [64], sums by row [64, groups].
     """
 
     arrived: cute.Pointer
@@ -63,6 +63,9 @@ def allocate(config: LocalConfig) -> Smem:
     slots = [rows + i * config.row_elements for i in range(4)]
     states = [memory.allocate_array(cutlass.BFloat16, config.state_bytes // 2, byte_alignment=16) for _ in range(2)]
 
+    square = tile_elements(CHUNK, CHUNK)
+    squares = memory.allocate_array(cutlass.BFloat16, 4 * square, byte_alignment=16)
+
     def floats(*shape: int) -> cute.Tensor:
         order = tuple(reversed(range(len(shape))))
         return memory.allocate_tensor(cutlass.Float32, cute.make_ordered_layout(shape, order=order), 16)
@@ -92,11 +95,11 @@ def allocate(config: LocalConfig) -> Smem:
         dq=wide(slots[0]),
         x=wide(slots[2]),
         inside=wide(states[1]),
-        t=wide(states[1]),
-        p=allocate_tiles(memory, CHUNK, CHUNK),
-        e=allocate_tiles(memory, CHUNK, CHUNK),
-        square=allocate_tiles(memory, CHUNK, CHUNK),
-        p_m=allocate_tiles(memory, CHUNK, CHUNK),
+        t=wide(squares),
+        p=padded_tile(squares, CHUNK, CHUNK),
+        e=padded_tile(squares + 1 * square, CHUNK, CHUNK),
+        square=padded_tile(squares + 2 * square, CHUNK, CHUNK),
+        p_m=padded_tile(squares + 3 * square, CHUNK, CHUNK),
         e_diagonal=floats(CHUNK, BLOCK),
         dl_diagonal=floats(CHUNK, BLOCK),
         gate_sums=floats(blocks, key),

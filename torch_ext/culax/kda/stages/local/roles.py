@@ -174,17 +174,18 @@ def store_diagonal(acc: cute.Tensor, diagonal: cute.Tensor, warp: Warp, width: c
                         target[(left, row), 0, half] = acc[(left, row), 0, 2 * n + half]
 
 
-def value_products(config: LocalConfig, smem: Smem, warp: Warp) -> tuple[cute.Tensor, cute.Tensor]:
-    """B3: M with beta on its columns and dX = P^T dW, as fragments."""
+def key_products(config: LocalConfig, smem: Smem, warp: Warp) -> cute.Tensor:
+    """B3: M with beta on its columns to its square, and dX = P^T dW as a fragment."""
     width = CHUNK // config.groups
     m = warp_tiles.accumulator(BLOCK, width)
     gemm(m, warp.rows(smem.dvn), warp.row_part(smem.v, width))
     gemm(m, warp.rows(smem.dw), warp.row_part(smem.ke, width))
     lower_triangle(m, warp, width, strict=True)
     m.store(m.load() * row_fragment(cute.local_tile(smem.beta, (width,), (warp.group,))).load())
+    warp_tiles.store_fragment(m, warp.part(smem.square, width))
     dx = warp_tiles.accumulator(BLOCK, KEYS)
     gemm(dx, warp.rows(transposed(smem.p)), warp.row_part(transposed(smem.dw), KEYS))
-    return m, dx
+    return dx
 
 
 def apply_gates(
