@@ -22,7 +22,7 @@ from rich.table import Table
 
 import culax  # noqa: F401  (registers the ops)
 from benchmarks import registry, roofline, summary, timing
-from benchmarks.case import Case, Gate, Inputs, Outputs, Peer, Prepare, Timing
+from benchmarks.case import Call, Case, Gate, Inputs, Outputs, Peer, Prepare, Timing
 from benchmarks.verify import verify
 
 DESCRIPTION = """\
@@ -69,32 +69,43 @@ class Result:
 
 
 def measure_case(case: Case, settings: Settings, only: Sequence[str] = ()) -> list[Result]:
-    """Gate and measure every implementation of `case` (those named in `only`, when given)."""
+    """Gate every implementation of `case` (those named in `only`, when given), then measure those that passed.
+
+    Times are taken in turn, a call of each implementation after the other: clocks and power limits of a device follow
+    the load, and must not favour who runs first.
+    """
     inputs = [case.make_inputs(seed) for seed in range(settings.sets)]
     truth = case.truth(inputs[0])
-    results = []
+    judged: dict[str, tuple[Gate | None, str | None]] = {}
+    bound: dict[str, list[Call]] = {}
     for name, implementation in case.implementations().items():
         if only and name not in only:
             continue
-        results.append(_measure(case, name, implementation, inputs, truth, settings))
-        gc.collect()
-    return results
+        prepare, reason = _unwrap(implementation)
+        gate = None
+        if prepare is not None:
+            gate, reason = _judge(case, prepare, inputs[0], truth)
+            if gate is not None and gate.ok:
+                bound[name] = [prepare(each) for each in inputs]
+        judged[name] = gate, reason
+    del truth
+    gc.collect()
+    times = _time(bound, case.device, settings)
+    return [_result(case, name, gate, times.get(name, Timing()), reason) for name, (gate, reason) in judged.items()]
 
 
-def _measure(
-    case: Case, name: str, implementation: Prepare | Peer, inputs: list[Inputs], truth: Outputs, settings: Settings
-) -> Result:
-    prepare, reason = _unwrap(implementation)
-    gate, measured = None, Timing()
-    if prepare is not None:
-        try:
-            gate = verify(case, prepare, inputs[0], truth)
-            if gate.ok:
-                measured = _time(case, prepare, inputs, settings)
-            else:
-                reason = f"wrong: error {gate.error:.2e} at {gate.worst}, bound {gate.bound:.0e}"
-        except Exception as error:  # a peer may raise anything; the run goes on and the result says what happened
-            reason = f"failed: {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+def _judge(case: Case, prepare: Prepare, inputs: Inputs, truth: Outputs) -> tuple[Gate | None, str | None]:
+    """The gate, and why there is no figure behind it; a peer may raise anything, and the run goes on."""
+    try:
+        gate = verify(case, prepare, inputs, truth)
+    except Exception as error:
+        return None, f"failed: {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+    if gate.ok:
+        return gate, None
+    return gate, f"wrong: error {gate.error:.2e} at {gate.worst}, bound {gate.bound:.0e}"
+
+
+def _result(case: Case, name: str, gate: Gate | None, measured: Timing, reason: str | None) -> Result:
     cost, ceilings = case.cost(), roofline.ceilings(case.device, case.dtype)
     ms = measured.best_ms
     return Result(
@@ -120,19 +131,22 @@ def _unwrap(implementation: Prepare | Peer) -> tuple[Prepare | None, str | None]
     return implementation, None
 
 
-def _time(case: Case, prepare: Prepare, inputs: list[Inputs], settings: Settings) -> Timing:
-    calls = [prepare(each) for each in inputs]
-    device, warmups, repeats = case.device, settings.warmups, settings.repeats
-    eager = graph = kernels = overhead = None
+def _time(bound: dict[str, list[Call]], device: str, settings: Settings) -> dict[str, Timing]:
+    """Medians by implementation, of every mode that was asked for and exists on the device."""
+    warmups, repeats, cuda = settings.warmups, settings.repeats, device == "cuda"
+    times: dict[str, dict[str, float]] = {name: {} for name in bound}
     if "eager" in settings.modes:
-        eager = statistics.median(timing.eager_ms(calls, device, warmups, repeats, settings.budget_s))
-    if "kernels" in settings.modes and device == "cuda":
-        kernels = timing.kernels_ms(calls, warmups)
-    if "overhead" in settings.modes:
-        overhead = timing.overhead_us(calls, device, repeats)
-    if "graph" in settings.modes and device == "cuda":
-        graph = statistics.median(timing.graph_ms(calls, warmups, repeats))
-    return Timing(eager, graph, kernels, overhead)
+        for name, ms in timing.eager_ms(bound, device, warmups, repeats, settings.budget_s).items():
+            times[name]["eager_ms"] = statistics.median(ms)
+    if "graph" in settings.modes and cuda:
+        for name, ms in timing.graph_ms(bound, warmups, repeats).items():
+            times[name]["graph_ms"] = statistics.median(ms)
+    for name, calls in bound.items():
+        if "kernels" in settings.modes and cuda:
+            times[name]["kernels_ms"] = timing.kernels_ms(calls, warmups)
+        if "overhead" in settings.modes:
+            times[name]["overhead_us"] = timing.overhead_us(calls, device, repeats)
+    return {name: Timing(**found) for name, found in times.items()}
 
 
 def document(results: list[Result], device: str, commit: str) -> dict[str, Any]:

@@ -4,33 +4,53 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
 from benchmarks.case import Call
 
+Bound = Mapping[str, Sequence[Call]]
+"""The calls of each implementation, one an input set."""
+
 MODES = ("eager", "graph", "kernels", "overhead")
 
 
-def eager_ms(calls: Sequence[Call], device: str, warmups: int, repeats: int, budget_s: float) -> list[float]:
-    """Wall time in ms of each of `repeats` calls, the inputs rotating, device work included.
+def eager_ms(bound: Bound, device: str, warmups: int, repeats: int, budget_s: float) -> dict[str, list[float]]:
+    """Wall time in ms of `repeats` calls of each implementation in turn, the inputs rotating, device work included.
 
-    Fewer calls are made, but always one, when they would take longer than `budget_s` seconds.
+    Fewer rounds are made, but always one, when they would take longer than `budget_s` seconds.
     """
     started = time.perf_counter()
     for i in range(warmups):
         if time.perf_counter() - started > budget_s / 4:
             break
-        calls[i % len(calls)]()
-    times = [_timed(calls[0], device)]
-    while len(times) < repeats and sum(times) < 1e3 * budget_s:
-        times.append(_timed(calls[len(times) % len(calls)], device))
+        for calls in bound.values():
+            calls[i % len(calls)]()
+    times: dict[str, list[float]] = {name: [] for name in bound}
+    started = time.perf_counter()
+    for i in range(repeats):
+        if i and time.perf_counter() - started > budget_s:
+            break
+        for name, calls in bound.items():
+            times[name].append(_timed(calls[i % len(calls)], device))
     return times
 
 
-def graph_ms(calls: Sequence[Call], warmups: int, repeats: int) -> list[float]:
-    """Time in ms per call of one CUDA graph that holds every call once, from events around a replay."""
+def graph_ms(bound: Bound, warmups: int, repeats: int) -> dict[str, list[float]]:
+    """Time in ms per call of CUDA graphs that hold every call of an implementation once, replayed in turn."""
+    graphs = {name: _captured(calls) for name, calls in bound.items()}
+    times: dict[str, list[float]] = {name: [] for name in bound}
+    for i in range(warmups + repeats):
+        for name, (graph, _) in graphs.items():
+            ms = _timed(graph.replay, "cuda") / len(bound[name])
+            if i >= warmups:
+                times[name].append(ms)
+    return times
+
+
+def _captured(calls: Sequence[Call]) -> tuple[torch.cuda.CUDAGraph, list[object]]:
+    """A graph of all calls, and the outputs that keep its memory."""
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
@@ -38,15 +58,9 @@ def graph_ms(calls: Sequence[Call], warmups: int, repeats: int) -> list[float]:
             call()
     torch.cuda.current_stream().wait_stream(stream)
     graph = torch.cuda.CUDAGraph()
-    kept = []
     with torch.cuda.graph(graph, stream=stream):
-        for call in calls:
-            kept.append(call())
-    for _ in range(warmups):
-        graph.replay()
-    times = [_timed(graph.replay, "cuda") / len(calls) for _ in range(repeats)]
-    del kept
-    return times
+        outputs: list[object] = [call() for call in calls]
+    return graph, outputs
 
 
 def kernels_ms(calls: Sequence[Call], warmups: int) -> float:
