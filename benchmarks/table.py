@@ -29,12 +29,12 @@ def _table(document: dict[str, Any]) -> str:
     lines += ["| " + " | ".join(titles) + " |", "|---" + "|---:" * (len(titles) - 1) + "|"]
     for ours in (result for result in results if result["implementation"] == "culax"):
         ms = _ms(ours)
-        cells = [f"`{ours['case']}`", f"{ms:.3g}"]
+        cells = [f"`{ours['case']}`", f"{ms:.4g}"]
         cells += [_shown(ours["tflops"], ".3g"), _shown(ours["tb_per_s"], ".3g"), _shown(ours["roofline_share"], ".0%")]
         for start, label in PEERS.items():
             if label in found:
                 times = [_ms(r) for r in results if r["case"] == ours["case"] and r["implementation"].startswith(start)]
-                cells.append(f"{min(times):.3g} ({min(times) / ms:.2f}x)" if times else "")
+                cells.append(f"{min(times):.4g} ({min(times) / ms:.2f}x)" if times else "")
         lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines)
 
