@@ -203,7 +203,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--list", action="store_true", help="list the cases and stop")
     parser.add_argument("--case", action="append", default=[], metavar="PATTERN", help="shell pattern; repeatable")
     parser.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda where there is one")
-    parser.add_argument("--impl", action="append", default=[], metavar="NAME", help="only this one; repeatable")
+    parser.add_argument(
+        "--impl", action="append", default=[], metavar="NAME", help="only culax, torch, fla ...; repeatable"
+    )
     parser.add_argument("--mode", action="append", choices=timing.MODES, help="repeatable; default: eager and graph")
     parser.add_argument("--repeats", type=int, default=30, help="timed calls (default: %(default)s)")
     parser.add_argument("--warmups", type=int, default=5, help="calls before (default: %(default)s)")

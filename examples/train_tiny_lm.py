@@ -261,10 +261,15 @@ def parse() -> argparse.Namespace:
     )
     parser.add_argument("--steps", type=int, default=Settings.steps, help="batches to train on (default %(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="of the weights and of the batches (default %(default)s)")
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu")
+    default = "cuda" if torch.cuda.is_available() else "cpu"
+    parser.add_argument("--device", choices=("cpu", "cuda"), default=default, help="default: cuda where there is one")
     modes = parser.add_mutually_exclusive_group()
-    modes.add_argument("--compile", dest="mode", action="store_const", const="compile", default="eager")
-    modes.add_argument("--cuda-graphs", dest="mode", action="store_const", const="cuda-graphs")
+    modes.add_argument(
+        "--compile", dest="mode", action="store_const", const="compile", default="eager", help="torch.compile the step"
+    )
+    modes.add_argument(
+        "--cuda-graphs", dest="mode", action="store_const", const="cuda-graphs", help="capture the step once and replay"
+    )
     parser.add_argument(
         "--plot", type=Path, default=Path("build/train_tiny_lm.png"), help="PNG to write (default %(default)s)"
     )

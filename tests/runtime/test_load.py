@@ -113,6 +113,18 @@ def test_a_variant_that_was_never_built_is_refused_by_name(built: Built, tmp_pat
     assert str(refused.value) == expected
 
 
+def test_without_a_c_compiler_nothing_is_promised_to_compile(built: Built, tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("CC", raising=False)
+    loader = _loader(built, tmp_path)
+    other = dataclasses.replace(built.variants[0], name="sample_scale_other")
+    expected = (
+        f"kernel sample_scale_other for {ARCH}: not built; linking kernels needs a C compiler: install gcc, or set CC"
+    )
+    assert loader.availability(other) == load.Availability(None, expected)
+    assert loader.availability(built.variants[0]).how == "built"
+
+
 def test_missing_runtime_library_is_named_with_the_pip_line(built: Built, tmp_path: Path, monkeypatch) -> None:
     monkeypatch.delenv(library.RUNTIME_VARIABLE, raising=False)
     monkeypatch.setattr(library.importlib.util, "find_spec", lambda name: None)

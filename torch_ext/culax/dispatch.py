@@ -55,7 +55,7 @@ def _choose_kernel(problem: Problem, device: torch.device) -> Choice:
     architecture = arch.arch_of(device)
     if architecture is None:
         major, minor = torch.cuda.get_device_capability(device)
-        return Choice("reference", f"compute capability {major}.{minor}: kernels are made for 9.0, 10.0 and 10.3")
+        return Choice("reference", f"compute capability {major}.{minor}: kernels are made for 9.0")
     name = f"culax.{problem.family}.plan"
     if importlib.util.find_spec(name) is None:
         return Choice("reference", "this release has no CUDA kernel for this op")

@@ -35,7 +35,9 @@ def facts() -> dict[str, str]:
         "torch": torch.__version__,
         "op schemas": schema_source(),
         "kernel loader": _package("apache-tvm-ffi", "missing: built kernels cannot be loaded"),
-        "kernel compiler": _package("nvidia-cutlass-dsl", "not installed: pip install 'culax[kernels]'"),
+        "kernel compiler": _package(
+            "nvidia-cutlass-dsl", "not installed: pip install 'nvidia-cutlass-dsl[cu13]' cuda-bindings"
+        ),
         "built kernels": _built_kernels(),
     }
     return found | _devices()

@@ -189,12 +189,12 @@ def scan(ready: Kernels, x: Inputs, t: Tapes, final: Tensor) -> None:
 
 
 def reverse_scan(ready: Kernels, x: Inputs, t: Tapes, dh0: Tensor) -> None:
-    """B2: the gradients of the states after the chunks, dvn, and dh0 unless it is empty."""
+    """B1's dv_loc and B2: the gradients of the states after the chunks, dvn, and dh0 unless it is empty."""
     ready.reverse_scan(t.qg, t.minus_w, t.kg, t.decay, x.do, x.aqk, t.table, t.bounds, x.dht, t.dh, t.dvn, dh0)
 
 
 def local(ready: Kernels, x: Inputs, t: Tapes, gradients: tuple[Tensor, ...], scale: float) -> None:
-    """B3, B4, B6: dq, dk (or their shares), dv, dg, dbeta."""
+    """B1's E, B3, B4, B6: dq, dk (or their shares), dv, dg, dbeta."""
     ready.local(x.q, x.k, x.v, x.g, x.beta, x.do, x.akk, t.v_new, t.dvn, t.h, t.dh, t.table, *gradients, scale)
 
 

@@ -98,9 +98,7 @@ def build(
     variants = tuple(variants)
     dsl = sources.dsl_version()
     if dsl is None:
-        raise NotImplementedError(
-            "compiling kernels needs nvidia-cutlass-dsl: pip install 'nvidia-cutlass-dsl[cu13]' (or 'culax[kernels]')"
-        )
+        raise NotImplementedError("compiling kernels needs nvidia-cutlass-dsl: pip install 'nvidia-cutlass-dsl[cu13]'")
     tvm_ffi = library.tvm_ffi_version()
     library.dsl_runtime()
     sources.forget()

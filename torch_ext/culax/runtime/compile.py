@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib
 import os
 import re
-import shutil
 import subprocess
 import sys
 import tempfile
@@ -140,10 +139,7 @@ def link(objects: list[Path], target: Path) -> None:
         NotImplementedError: no C compiler, or one of the two libraries is missing.
         RuntimeError: the linker failed; its output is in the message.
     """
-    compiler = os.environ.get("CC") or shutil.which("gcc") or shutil.which("cc")
-    if compiler is None:
-        raise NotImplementedError("linking kernels needs a C compiler: install gcc, or set CC")
-    command = [compiler, "-shared", "-o", str(target), *map(str, objects)]
+    command = [library.c_compiler(), "-shared", "-o", str(target), *map(str, objects)]
     command += [str(library.dsl_runtime()), str(library.tvm_ffi_library())]
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:

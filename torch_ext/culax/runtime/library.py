@@ -8,6 +8,7 @@ from __future__ import annotations
 import ctypes
 import importlib.util
 import os
+import shutil
 from functools import cache
 from importlib import metadata
 from pathlib import Path
@@ -34,9 +35,21 @@ def dsl_runtime() -> Path:
         if file.is_file():
             return file
     raise NotImplementedError(
-        f"culax kernels need {_RUNTIME_NAME} of nvidia-cutlass-dsl (CUDA 13): pip install 'nvidia-cutlass-dsl[cu13]' "
-        f"(or 'culax[kernels]'), or set {RUNTIME_VARIABLE} to the file"
+        f"culax kernels need {_RUNTIME_NAME} of nvidia-cutlass-dsl (CUDA 13): pip install 'nvidia-cutlass-dsl[cu13]', "
+        f"or set {RUNTIME_VARIABLE} to the file"
     )
+
+
+def c_compiler() -> str:
+    """The command that links kernels: ``$CC``, gcc or cc.
+
+    Raises:
+        NotImplementedError: there is none.
+    """
+    found = os.environ.get("CC") or shutil.which("gcc") or shutil.which("cc")
+    if found is None:
+        raise NotImplementedError("linking kernels needs a C compiler: install gcc, or set CC")
+    return found
 
 
 @cache

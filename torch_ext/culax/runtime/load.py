@@ -129,6 +129,10 @@ class Loader:
         if isinstance(built, Path):
             return Availability("built", "built ahead of time")
         if sources.dsl_version() is not None:
+            try:
+                library.c_compiler()
+            except NotImplementedError as missing:
+                return Availability(None, f"kernel {variant.name} for {variant.arch}: {built}; {missing}")
             return Availability("jit", f"{built}; compiled on first use")
         return Availability(
             None,
