@@ -8,7 +8,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-BEGIN, END = "<!-- benchmarks:begin -->", "<!-- benchmarks:end -->"
+from benchmarks.markers import inserted
+
+MARKERS = "<!-- benchmarks:begin -->", "<!-- benchmarks:end -->"
 RESULTS = Path(__file__).resolve().parent / "results"
 PEERS = {"torch": "torch", "quack": "QuACK", "fla": "FLA", "recurrence": "token recurrence"}
 """Peers by the start of an implementation's name; of several the fastest counts."""
@@ -49,15 +51,6 @@ def _shown(figure: float | None, style: str) -> str:
     return "" if figure is None else format(figure, style)
 
 
-def inserted(text: str, content: str) -> str:
-    """`text` with `content` between the markers. Raises ValueError where one is missing."""
-    head, begin, rest = text.partition(BEGIN)
-    _, end, tail = rest.partition(END)
-    if not begin or not end:
-        raise ValueError(f"expected {BEGIN} and {END} in the text")
-    return f"{head}{BEGIN}\n{content}\n{END}{tail}"
-
-
 def documents(folder: Path = RESULTS) -> list[dict[str, Any]]:
     """The results documents in `folder`, by file name; the summary is none."""
     files = sorted(file for file in folder.glob("*.json") if file.name != "summary.json")
@@ -73,7 +66,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     if options.write is None:
         print(content)
     else:
-        options.write.write_text(inserted(options.write.read_text(), content))
+        options.write.write_text(inserted(options.write.read_text(), MARKERS, content))
 
 
 if __name__ == "__main__":

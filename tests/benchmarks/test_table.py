@@ -2,8 +2,6 @@
 
 from pathlib import Path
 
-import pytest
-
 from benchmarks import table
 
 README = Path(__file__).parents[2] / "README.md"
@@ -34,12 +32,6 @@ def test_the_fastest_of_a_peer_counts_and_times_are_of_one_kind():
     assert lines[4:] == ["| `a` | 2 | 5 |  | 50% | 3 (1.50x) |", "| `b` | 1 | 5 |  | 50% |  |"]
 
 
-def test_markers():
-    assert table.inserted(f"x{table.BEGIN}old{table.END}y", "new") == f"x{table.BEGIN}\nnew\n{table.END}y"
-    with pytest.raises(ValueError, match="expected"):
-        table.inserted("no markers", "new")
-
-
 def test_readme_shows_the_results_in_the_repository():
     text = README.read_text()
-    assert table.inserted(text, table.tables(table.documents())) == text
+    assert table.inserted(text, table.MARKERS, table.tables(table.documents())) == text

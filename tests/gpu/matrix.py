@@ -7,11 +7,12 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
+from benchmarks.markers import inserted
 from culax.runtime.variants import Variant
 from tests.gpu import verified
 from tests.gpu.verified import Record
 
-BEGIN, END = "<!-- support-matrix:begin -->", "<!-- support-matrix:end -->"
+MARKERS = "<!-- support-matrix:begin -->", "<!-- support-matrix:end -->"
 _ARCHITECTURES = {
     "sm_90a": "Hopper (SM90)",
     "sm_100a": "Blackwell (SM100)",
@@ -45,19 +46,6 @@ def table(record: Record, sets: Mapping[str, tuple[Variant, ...]]) -> str:
     return "\n".join(lines)
 
 
-def inserted(text: str, content: str) -> str:
-    """`text` with `content` between the markers.
-
-    Raises:
-        ValueError: the text lacks a marker.
-    """
-    head, begin, rest = text.partition(BEGIN)
-    _, end, tail = rest.partition(END)
-    if not begin or not end:
-        raise ValueError(f"expected {BEGIN} and {END} in the text")
-    return f"{head}{BEGIN}\n{content}\n{END}{tail}"
-
-
 def main(argv: list[str] | None = None) -> int:
     """Print the matrix, or write it into a file."""
     parser = argparse.ArgumentParser(prog="python -m tests.gpu.matrix", description=__doc__)
@@ -67,7 +55,7 @@ def main(argv: list[str] | None = None) -> int:
     if options.write is None:
         print(content)
     else:
-        options.write.write_text(inserted(options.write.read_text(), content))
+        options.write.write_text(inserted(options.write.read_text(), MARKERS, content))
     return 0
 
 

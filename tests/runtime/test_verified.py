@@ -38,7 +38,7 @@ def test_every_kernel_set_is_verified_as_it_is_or_listed_with_a_reason() -> None
 
 def test_readme_shows_the_record() -> None:
     text = record.README.read_text()
-    assert matrix.inserted(text, matrix.table(verified.read(), verified.kernel_sets())) == text, (
+    assert matrix.inserted(text, matrix.MARKERS, matrix.table(verified.read(), verified.kernel_sets())) == text, (
         "run python -m tests.gpu.matrix --write README.md"
     )
 
@@ -177,7 +177,8 @@ def test_matrix_has_a_row_for_every_set_with_its_proof_or_reason(sample) -> None
 
 
 def test_matrix_goes_between_the_markers_and_nowhere_else() -> None:
-    text = f"before\n{matrix.BEGIN}\nold\n{matrix.END}\nafter\n"
-    assert matrix.inserted(text, "new") == f"before\n{matrix.BEGIN}\nnew\n{matrix.END}\nafter\n"
+    begin, end = matrix.MARKERS
+    text = f"before\n{begin}\nold\n{end}\nafter\n"
+    assert matrix.inserted(text, matrix.MARKERS, "new") == f"before\n{begin}\nnew\n{end}\nafter\n"
     with pytest.raises(ValueError, match="expected"):
-        matrix.inserted("no markers", "new")
+        matrix.inserted("no markers", matrix.MARKERS, "new")
