@@ -31,7 +31,7 @@ KDA_CASES: dict[str, dict[str, Any]] = {
 def run(op: Any, arguments: tuple, keywords: dict[str, Any] | None = None, aot: bool = True) -> None:
     """All of opcheck's tests; without ``aot``, all but the slow one that traces with dynamic shapes."""
     tests = (*TESTS, "test_aot_dispatch_dynamic") if aot else TESTS
-    results = opcheck(op, arguments, keywords or {}, test_utils=tests, atol=1e-2, rtol=1e-2)
+    results = opcheck(op, arguments, keywords or {}, test_utils=tests, atol=0, rtol=0)
     assert results == dict.fromkeys(tests, "SUCCESS"), results
 
 
