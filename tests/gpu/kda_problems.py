@@ -139,6 +139,22 @@ def truth(case: Case, arguments: list) -> Truth:
     return Truth(case, x, table, prep, scan, reverse_scan, local, given)
 
 
+def to_image(tiles: Tensor) -> Tensor:
+    """Tape entries [..., R * D] in the format of device/images.py from tiles [..., R, D]."""
+    rows, columns = tiles.shape[-2:]
+    vectors = tiles.reshape(*tiles.shape[:-2], rows, columns // 64, 8, 8).movedim(-3, -4)
+    row = torch.arange(rows, device=tiles.device)[:, None]
+    return vectors[..., row, torch.arange(8, device=tiles.device) ^ (row % 8), :].flatten(-4)
+
+
+def from_image(entries: Tensor, rows: int, columns: int) -> Tensor:
+    """Tiles [..., R, D] of tape entries [..., R * D]."""
+    vectors = entries.reshape(*entries.shape[:-1], columns // 64, rows, 8, 8)
+    row = torch.arange(rows, device=entries.device)[:, None]
+    straight = vectors[..., row, torch.arange(8, device=entries.device) ^ (row % 8), :]
+    return straight.movedim(-4, -3).reshape(*entries.shape[:-1], rows, columns)
+
+
 def poisoned_tapes(inputs: launch.Inputs) -> launch.Tapes:
     """Workspaces full of NaN, padding included."""
     tapes = launch.allocate(inputs)
