@@ -80,11 +80,19 @@ def test_offsets_are_clamped_to_previous_and_t(layout: str, offs: tuple[int, ...
 
 
 @pytest.mark.parametrize("layout", ["mn_mn", "k_k"])
-def test_stages_hold_nan_until_loaded(layout: str) -> None:
-    """The producer puts NaN into each stage it gets back: loads must cover all of it before anyone reads."""
-    variant = VARIANTS[f"wgrad_bf16_bf16_{layout}_poison_sm90"]
-    result, expected, _ = launched(variant, LONG)
-    assert_each_expert_close(result, expected, "bfloat16")
+def test_stages_full_of_nan_until_loaded_change_no_bit(layout: str) -> None:
+    """The producer fills each stage it gets back with NaN: loads must cover all of it, and no reader may be late."""
+    plain, poisoned = (launched(VARIANTS[f"wgrad_bf16_bf16_{layout}{word}_sm90"], LONG)[0] for word in ("", "_poison"))
+    assert torch.equal(plain, poisoned)
+
+
+def test_poison_and_a_stage_released_while_it_may_be_read(record_property) -> None:
+    """One drain too weak: the outcome depends on timing and is recorded; tests/ptx reports this build every time."""
+    result, expected, outputs = launched(VARIANTS["wgrad_bf16_bf16_mn_mn_weak_release_poison_sm90"], LONG)
+    wrong = int((result.double() - expected).abs().nan_to_num(float("inf")).gt(expected.abs().max() * 2**-8).sum())
+    record_property("wrong_elements", wrong)
+    print(f"weak release under poison: {wrong} of {result.numel()} elements wrong")
+    assert outputs.guards_hold()
 
 
 def test_a_stage_released_before_it_is_read_is_caught() -> None:

@@ -175,6 +175,9 @@ class _Rings:
         if barrier is None or not any(barrier in signals for signals in self.ring.full.values()):
             return state
         self.waited[instruction.index].add(barrier)
+        if {held for held, _ in state.held} >= set().union(*self.ring.full.values()):
+            self.report("release", instruction, "waits for a stage and hasn't released any of the whole ring")
+            raise EndOfPath
         if any(held == barrier and phase != parity for held, phase in state.held):
             self.report("release", instruction, "waits for a stage's next filling and hasn't released the last one")
             raise EndOfPath  # beyond it stages would only pile up
@@ -260,7 +263,8 @@ def check_rings(kernel: Kernel) -> list[Finding]:
 
     A kernel that can't be followed is reported, not passed.
     """
+    rings = _Rings(kernel)
     try:
-        return _Rings(kernel).check()
+        return rings.check()
     except NotFollowed as error:
-        return [Finding("drain", kernel.name, 0, str(error))]
+        return [*rings.found.values(), Finding("drain", kernel.name, 0, str(error))]

@@ -254,7 +254,7 @@ $E:
         (ring(release_first=True), {"drain"}),
         (ring(release="newest"), {"drain", "release"}),
         (ring(release="newest", drain=0), {"release"}),
-        (ring(first=""), {"drain"}),
+        (ring(first=""), {"drain", "release"}),
         (ring(release="never"), {"release"}),
         (ring(release_at_end=False), {"release"}),
         (ring(wait=""), {"fill"}),

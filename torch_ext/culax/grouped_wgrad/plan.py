@@ -137,6 +137,7 @@ def fault_variants(arch: str) -> tuple[Variant, ...]:
     for layout in LAYOUTS[:2]:
         found.append(_fault(layout, store, False, poison=True, cluster_m=1))
     found.append(_fault(plain, store, False, fault="early_release"))
+    found.append(_fault(plain, store, False, fault="weak_release", poison=True, cluster_m=1))
     return tuple(found)
 
 

@@ -108,5 +108,4 @@ def write_descriptors(
         base = cute.make_ptr(layouts.DTYPES[config.out_dtype], address, cute.AddressSpace.gmem, assumed_align=16)
         out = cute.make_tensor(base, cute.make_layout(shape, stride=(sources.c_stride, 1)))
         write(sources.tma_c, out, ws, expert, config.slot_c)
-    if cutlass.const_expr(config.fault != "no_release"):
-        cpasync.fence_tma_desc_release()
+    cpasync.fence_tma_desc_release()

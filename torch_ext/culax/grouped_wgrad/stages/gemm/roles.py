@@ -247,14 +247,16 @@ def multiply(config: cutlass.Constexpr[Config], mma: cute.TiledMma, operands, ab
             atom.set(warpgroup.Field.ACCUMULATE, True)
         warpgroup.commit_group()
         warpgroup.wait_group(1)
-        if cutlass.const_expr(config.fault != "early_release"):
+        if cutlass.const_expr(config.fault == "weak_release"):
+            ab.consumer_release(state)
+        if cutlass.const_expr(config.fault not in ("early_release", "weak_release")):
             if k > 0:
                 ab.consumer_release(behind)
                 behind.advance()
         state.advance()
     pass_turn()
     warpgroup.wait_group(0)
-    if cutlass.const_expr(config.fault != "early_release"):
+    if cutlass.const_expr(config.fault not in ("early_release", "weak_release")):
         ab.consumer_release(behind)
     return state
 

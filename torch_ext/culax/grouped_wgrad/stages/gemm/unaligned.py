@@ -61,10 +61,11 @@ def load_unaligned(config: cutlass.Constexpr[Config], gmem, smem, ab: pipeline.P
 
 @cute.jit
 def poison(config: cutlass.Constexpr[Config], smem, stage: Int32):
-    """One warp: NaN in the first token of both operands, so that a load that does not cover its stage shows up."""
+    """One warp: NaN in all of a stage, last tokens first: who still reads it, or reads it too soon, multiplies NaN."""
     for tensor in cutlass.range_constexpr(2):
-        token = (smem.a if tensor == 0 else smem.b)[None, 0, stage]
-        for x in cutlass.range(cute.arch.lane_idx(), cute.size(token), 32, unroll=1):
-            token[x] = token.element_type(float("nan"))
+        tile = (smem.a if tensor == 0 else smem.b)[None, None, stage]
+        rows: cutlass.Constexpr = cute.size(tile, mode=[0])
+        for i in cutlass.range(cute.arch.lane_idx(), cute.size(tile), 32, unroll=8):
+            tile[i % rows, config.tile_k - 1 - i // rows] = tile.element_type(float("nan"))
     cute.arch.fence_proxy("async.shared", space="cta")
     cute.arch.sync_warp()
