@@ -73,6 +73,16 @@ class Config:
         return self.cluster_m * self.cluster_n
 
     @property
+    def producers(self) -> int:
+        """Warpgroups before the consumers."""
+        return 1
+
+    @property
+    def vector(self) -> int:
+        """Elements of an operand in 16 bytes: what TMA aligns rows of a K-major operand to."""
+        return 16 // BYTES[self.dtype]
+
+    @property
     def chunks(self) -> int:
         """Epilogue chunks (64 rows, epi_n columns) of a tile."""
         return self.tile_m // STORE_ROWS * (self.tile_n // self.epi_n)

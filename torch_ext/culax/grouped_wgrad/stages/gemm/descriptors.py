@@ -65,7 +65,7 @@ def operand(config: cutlass.Constexpr[Config], tensor: cute.Tensor, begin: Int32
     rows = tensor.shape[0]
     result = cute.make_tensor(tensor.iterator, cute.make_layout((rows, cutlass.max(end, 1)), stride=tensor.stride))
     if cutlass.const_expr(config.ragged):
-        pitch = Int64(cutlass.max((end - begin) // 8 * 8, 8))
+        pitch = Int64(cutlass.max((end - begin) // config.vector * config.vector, config.vector))
         start = tensor.iterator + Int64(begin) * rows
         shape = (rows, cutlass.max(end - begin, 1))
         result = cute.make_tensor(start.align(16), cute.make_layout(shape, stride=(pitch, 1)))

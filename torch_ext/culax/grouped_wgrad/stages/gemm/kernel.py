@@ -88,7 +88,7 @@ def gemm(config: cutlass.Constexpr[Config], gmem: roles.Gmem, offs: cute.Tensor,
             roles.load(config, gmem, smem, ab, space)
     else:
         cute.arch.setmaxregister_increase(facts.CONSUMER_REGISTERS)
-        roles.consume(config, gmem, smem, ab, space)
+        roles.consume(config, roles.multiply, roles.product(config, smem), gmem, smem, ab, space)
 
 
 @dataclass(frozen=True)

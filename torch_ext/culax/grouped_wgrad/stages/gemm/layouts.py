@@ -58,7 +58,7 @@ def base(tensor: cute.Tensor, config: Config) -> cute.Tensor:
     """What the descriptors of a K-major operand (X, T) start from; expert-major rows get a legal pitch for now."""
     if not config.ragged:
         return tensor
-    pitch = (cutlass.Int64(tensor.shape[1]) + 7) // 8 * 8
+    pitch = (cutlass.Int64(tensor.shape[1]) + config.vector - 1) // config.vector * config.vector
     return cute.make_tensor(tensor.iterator, cute.make_layout(tensor.shape, stride=(pitch, 1)))
 
 

@@ -93,9 +93,9 @@ def load(config: cutlass.Constexpr[Config], gmem: Gmem, smem: Smem, ab: Ring, sp
 @cute.jit
 def aligned(config: cutlass.Constexpr[Config], begin: Int32, length: Int32):
     """Whether TMA can read a K-major group: 16-byte aligned in its rows, and a multiple of 16 bytes long."""
-    result = length % 8 == 0
+    result = length % config.vector == 0
     if cutlass.const_expr(not config.ragged):
-        result = (begin | length) % 8 == 0
+        result = (begin | length) % config.vector == 0
     return result
 
 
@@ -151,28 +151,38 @@ def load_tile(config: cutlass.Constexpr[Config], gmem: Gmem, smem: Smem, ab: Rin
     return state
 
 
-def consumer_index() -> Int32:
+def consumer_index(config: Config) -> Int32:
     """Which consumer warpgroup this thread is in: 0 or 1."""
-    return cute.arch.make_warp_uniform(cute.arch.thread_idx()[0] // WARPGROUP) - 1
+    return cute.arch.make_warp_uniform(cute.arch.thread_idx()[0] // WARPGROUP) - config.producers
 
 
-@cute.jit
-def consume(config: cutlass.Constexpr[Config], gmem: Gmem, smem: Smem, ab: Ring, space: schedule.Space):
-    """Consumer warpgroup: every second tile of this CTA, skipping the stages of the others."""
+def product(config: Config, smem: Smem):
+    """(mma, accumulators, A, B) of one warpgroup's tile, both operands in shared memory."""
     mma = layouts.tiled_mma(config)
     thread = mma.get_slice(0)
     r_a = mma.make_fragment_A(thread.partition_A(smem.a))
     r_b = mma.make_fragment_B(thread.partition_B(smem.b))
     acc = cute.make_rmem_tensor(mma.partition_shape_C((config.tile_m, config.tile_n)), cutlass.Float32)
+    return mma, acc, r_a, r_b
+
+
+@cute.jit
+def consume(config: cutlass.Constexpr[Config], main: cutlass.Constexpr, operands, gmem, smem, rings, space):
+    """Consumer warpgroup: every second tile of this CTA, skipping the stages of the others.
+
+    main(config, operands, gmem, smem, rings, state, tile) is the loop over k tiles, `multiply` or one like it;
+    operands = (mma, accumulators, ...) and rings are what it works on.
+    """
     state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, config.stages)
     index, turn = cute.arch.block_idx()[1], Int32(0)
-    if consumer_index() == 1:
-        pass_turn()
+    if consumer_index(config) == 1:
+        pass_turn(config)
     while index < space.total:
         expert, row, column = schedule.locate(config, space, index)
         _, _, k_tiles = group_tiles(config, smem, expert)
-        if turn == consumer_index():
-            state = work(config, mma, (acc, r_a, r_b), gmem, smem, ab, state, (expert, row, column, k_tiles))
+        if turn == consumer_index(config):
+            tile = expert, row, column, k_tiles
+            state = work(config, main, operands, gmem, smem, rings, state, tile)
         else:
             state.advance(k_tiles)
         turn = 1 - turn
@@ -180,34 +190,32 @@ def consume(config: cutlass.Constexpr[Config], gmem: Gmem, smem: Smem, ab: Ring,
     cute.arch.cp_async_bulk_wait_group(0)
 
 
-def take_turn() -> None:
+def take_turn(config: Config) -> None:
     """Wait until the other warpgroup has issued all products of the tile before this one.
 
     This is needed for correctness: a stage barrier's parity means nothing to a reader that is two rounds ahead.
     """
-    cute.arch.barrier(barrier_id=TURN_BARRIER + consumer_index(), number_of_threads=CONSUMERS * WARPGROUP)
+    cute.arch.barrier(barrier_id=TURN_BARRIER + consumer_index(config), number_of_threads=CONSUMERS * WARPGROUP)
 
 
-def pass_turn() -> None:
+def pass_turn(config: Config) -> None:
     """Let the other warpgroup start its products."""
-    barrier = TURN_BARRIER + 1 - consumer_index()
+    barrier = TURN_BARRIER + 1 - consumer_index(config)
     cute.arch.barrier_arrive(barrier_id=barrier, number_of_threads=CONSUMERS * WARPGROUP)
 
 
 @cute.jit
-def work(
-    config: cutlass.Constexpr[Config], mma: cute.TiledMma, operands, gmem: Gmem, smem: Smem, ab: Ring, state, tile
-):
+def work(config: cutlass.Constexpr[Config], main: cutlass.Constexpr, operands, gmem, smem, rings, state, tile):
     """One tile: products, then the store; zeros where an expert has no tokens."""
     expert, row, column, k_tiles = tile
-    acc = operands[0]
+    mma, acc = operands[:2]
     desc_c = acquire_output(config, gmem, expert)
-    take_turn()
+    take_turn(config)
     if k_tiles > 0:
-        state = multiply(config, mma, operands, ab, state, k_tiles)
+        state = main(config, operands, gmem, smem, rings, state, tile)
         store(config, mma, acc, gmem, smem, (expert, row, column, desc_c))
     else:
-        pass_turn()
+        pass_turn(config)
         if cutlass.const_expr(not config.accumulate):
             zeros = cute.make_rmem_tensor(acc.shape, cutlass.Float32)
             zeros.fill(0.0)
@@ -227,12 +235,13 @@ def acquire_output(config: cutlass.Constexpr[Config], gmem: Gmem, expert: Int32)
 
 
 @cute.jit
-def multiply(config: cutlass.Constexpr[Config], mma: cute.TiledMma, operands, ab: Ring, state, k_tiles: Int32):
+def multiply(config: cutlass.Constexpr[Config], operands, gmem: Gmem, smem: Smem, ab: Ring, state, tile):
     """acc = sum over k_tiles > 0 tiles; a stage is released once the WGMMA group that reads it has completed.
 
     One group stays in flight, so the stage released after the commit of tile k is that of tile k - 1.
     """
-    acc, r_a, r_b = operands
+    mma, acc, r_a, r_b = operands
+    k_tiles = tile[3]
     behind = state.clone()
     for k in cutlass.range(k_tiles, unroll=1):
         ab.consumer_wait(state)
@@ -254,7 +263,7 @@ def multiply(config: cutlass.Constexpr[Config], mma: cute.TiledMma, operands, ab
                 ab.consumer_release(behind)
                 behind.advance()
         state.advance()
-    pass_turn()
+    pass_turn(config)
     warpgroup.wait_group(0)
     if cutlass.const_expr(config.fault not in ("early_release", "weak_release")):
         ab.consumer_release(behind)
@@ -270,7 +279,7 @@ def store(config: cutlass.Constexpr[Config], mma: cute.TiledMma, acc: cute.Tenso
     """
     expert, row, column, desc_c = tile
     tid = cute.arch.thread_idx()[0] % WARPGROUP
-    warpgroup_index = consumer_index()
+    warpgroup_index = consumer_index(config)
     storing = cute.arch.make_warp_uniform(tid // 32) == 0
     out = layouts.DTYPES[config.out_dtype]
     copy = layouts.register_to_shared(config, mma)

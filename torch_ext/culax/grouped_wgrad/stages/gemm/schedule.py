@@ -72,6 +72,28 @@ def write_offsets(offs: cute.Tensor, tokens: Int32, s_offs: cute.Tensor):
 
 
 @cute.jit
+def write_scale_atoms(s_offs: cute.Tensor, experts: Int32, block: cutlass.Constexpr[int], s_atoms: cute.Tensor):
+    """The warp that wrote s_offs: s_atoms[e] = columns of scale atoms (4 blocks of tokens each) before expert e."""
+    cute.arch.sync_warp()
+    lane = cute.arch.lane_idx()
+    per_lane = cute.ceil_div(experts, LANES)
+    first = lane * per_lane
+    last = cutlass.min(first + per_lane, experts)
+    total = Int32(0)
+    for e in cutlass.range(first, last, unroll=1):
+        total += (s_offs[e + 1] - s_offs[e] + 4 * block - 1) // (4 * block)
+    running = total
+    for step in cutlass.range_constexpr(5):
+        below = cute.arch.shuffle_sync_up(running, 1 << step, mask_and_clamp=0)
+        if lane >= (1 << step):
+            running += below
+    running -= total
+    for e in cutlass.range(first, last, unroll=1):
+        s_atoms[e] = running
+        running += (s_offs[e + 1] - s_offs[e] + 4 * block - 1) // (4 * block)
+
+
+@cute.jit
 def locate(config: cutlass.Constexpr[Config], space: Space, index: Int32):
     """Work index -> (expert, tile row, tile column) of this CTA."""
     expert, rest = divmod(index, space.per_expert)

@@ -19,14 +19,21 @@ def group_view(config: Config, plain: cute.Tensor, begin: Int32, length: Int32) 
 
 
 @cute.jit
-def fill(target: cute.Tensor, group: cute.Tensor, first: Int32, start: Int32, length: Int32):
-    """The producer warpgroup: target (X, tile_k) in shared memory = rows `first`.. and tokens `start`.. of a group.
+def fill(
+    target: cute.Tensor,
+    group: cute.Tensor,
+    first: Int32,
+    start: Int32,
+    length: Int32,
+    threads: cutlass.Constexpr[int] = WARPGROUP,
+):
+    """The CTA's first `threads` threads: target (X, tile_k) in shared memory = rows `first`.. and tokens `start`.. of a group.
 
     Rows past X and tokens past `length` become zeros; what is there is not read.
     """
     rows = group.shape[0]
     width: cutlass.Constexpr = cute.size(target, mode=[1])
-    for i in cutlass.range(cute.arch.thread_idx()[0], cute.size(target), WARPGROUP, unroll=8):
+    for i in cutlass.range(cute.arch.thread_idx()[0], cute.size(target), threads, unroll=8):
         x = i // width
         t = i - x * width
         value = group[cutlass.min(first + x, rows - 1), cutlass.min(start + t, length - 1)]
