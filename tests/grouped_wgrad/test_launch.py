@@ -2,57 +2,25 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 from torch import Tensor
 
 from culax.grouped_wgrad import checks, launch, plan
-
-M, N, T = 16, 24, 8
-ENDS = (3, 3, 8)
-
-
-class Recorder:
-    """Computes the product as the kernel would, in plain torch, and remembers its arguments."""
-
-    def __init__(self, accumulate: bool) -> None:
-        self.accumulate = accumulate
-        self.arguments: tuple = ()
-
-    def __call__(self, mat_a: Tensor, mat_b: Tensor, offs: Tensor, target: Tensor, workspace: Any, sms: int) -> None:
-        self.arguments = (mat_a, mat_b, offs, target, workspace, sms)
-        begin = 0
-        for expert, end in enumerate(offs.tolist()):
-            product = mat_a[:, begin:end].float() @ mat_b[begin:end].float()
-            target[expert].copy_(product + target[expert] if self.accumulate else product)
-            begin = end
+from tests.grouped_wgrad.standin import ENDS, M, N, Recorder, T, expected, operands, shifted
 
 
 @pytest.fixture
 def device(monkeypatch: pytest.MonkeyPatch) -> None:
     """CPU tensors stand for a GPU's: their device index is None, and so is the current device's."""
     monkeypatch.setattr(torch.cuda, "current_device", lambda: None)
-    monkeypatch.setattr(launch, "_multiprocessors", lambda index: 132)
+    monkeypatch.setattr(launch, "multiprocessors", lambda index: 132)
 
 
 def planned(op: str, arguments: tuple) -> plan.Plan:
     chosen = plan.plan(checks.build_wgrad(op, arguments), "sm_90a")
     assert isinstance(chosen, plan.Plan), chosen
     return chosen
-
-
-def operands() -> tuple[Tensor, Tensor, Tensor]:
-    generator = torch.Generator().manual_seed(0)
-    a, b = (torch.randn(T, x, generator=generator).bfloat16() for x in (M, N))
-    return a, b, torch.tensor(ENDS, dtype=torch.int32)
-
-
-def shifted(tensor: Tensor) -> Tensor:
-    flat = torch.empty(tensor.numel() + 1, dtype=tensor.dtype)
-    flat[1:] = tensor.reshape(-1)
-    return flat[1:].view(tensor.shape)
 
 
 def padded(tensor: Tensor) -> Tensor:
@@ -67,14 +35,9 @@ def run(monkeypatch: pytest.MonkeyPatch, a: Tensor, b: Tensor, offs: Tensor, out
     rest = (None, None, None, None, "padded", "2d", accumulate)
     chosen = planned("grouped_wgrad_out", (out, a.t(), b, offs, *rest))
     recorder = Recorder(accumulate)
-    monkeypatch.setattr(launch, "_kernel", lambda _: recorder)
+    monkeypatch.setattr(launch, "kernel", lambda _: recorder)
     launch.run(chosen, out, a.t(), b, offs)
     return recorder
-
-
-def expected(a: Tensor, b: Tensor) -> Tensor:
-    starts = (0, *ENDS[:-1])
-    return torch.stack([a[s:e].float().t() @ b[s:e].float() for s, e in zip(starts, ENDS)])
 
 
 @pytest.mark.parametrize(
@@ -126,7 +89,7 @@ def test_lists_pass_addresses_in_whole_chunks_and_a_workspace(device: None, monk
     rest = (None, None, None, None, "padded", "2d", False)
     chosen = planned("grouped_wgrad_out_list", (outs, a.t(), b, offs, *rest))
     calls: list[tuple] = []
-    monkeypatch.setattr(launch, "_kernel", lambda _: lambda *arguments: calls.append(arguments))
+    monkeypatch.setattr(launch, "kernel", lambda _: lambda *arguments: calls.append(arguments))
     launch.run(chosen, outs, a.t(), b, offs)
     (_, _, _, addresses, workspace, _) = calls[0]
     assert addresses.dtype is torch.int64 and not addresses.is_cuda and addresses.numel() == launch.POINTERS
@@ -142,7 +105,7 @@ def test_offsets_of_64_bits_are_clamped_before_they_are_narrowed(device: None, m
     offs = torch.tensor([3, -(2**40), 2**40])
     chosen = planned("grouped_wgrad", (a.t(), b, offs, None, None, None, None, "padded", "2d", None))
     calls: list[tuple] = []
-    monkeypatch.setattr(launch, "_kernel", lambda _: lambda *arguments: calls.append(arguments))
+    monkeypatch.setattr(launch, "kernel", lambda _: lambda *arguments: calls.append(arguments))
     launch.run(chosen, torch.zeros(3, M, N, dtype=torch.bfloat16), a.t(), b, offs)
     assert calls[0][2].dtype is torch.int32 and calls[0][2].tolist() == [3, 0, T]
 

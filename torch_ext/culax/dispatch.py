@@ -80,7 +80,8 @@ def _choose_product(problem: Any, device: torch.device) -> Choice:
 
 
 _prepared: dict[tuple, tuple[Any, Choice]] = {}
-_PREPARED_LIMIT = 4096
+REMEMBERED = 4096
+"""The most call signatures kept; all are dropped when one more comes."""
 
 
 def prepare(
@@ -92,7 +93,7 @@ def prepare(
     if found is None:
         problem = build(op, arguments)
         found = problem, choose(problem, device)
-        if len(_prepared) >= _PREPARED_LIMIT:
+        if len(_prepared) >= REMEMBERED:
             _prepared.clear()
         _prepared[key] = found
     return found

@@ -82,6 +82,7 @@ Every op has an autocast kernel, if only to switch autocast off inside: its prod
 
 
 DEVICE_KEYS = (torch._C.DispatchKey.CUDA, torch._C.DispatchKey.CPU)
+"""Where the implementations are registered; an Autograd kernel calls them itself when nothing lies between."""
 
 
 def overload(name: str) -> torch._ops.OpOverload:
@@ -103,26 +104,25 @@ def _refuse_tangents(name: str, arguments: tuple) -> None:
         raise NotImplementedError(f"{name}: no forward-mode derivative (torch.func.jvp, forward_ad); {FUNC_GRAD_NOTE}")
 
 
-def _below_autograd(name: str) -> Callable[[torch._C.DispatchKeySet, tuple], Any]:
-    """What an Autograd kernel calls: the device's implementation, or the dispatcher where something lies between."""
-    op, implementation = overload(name), IMPLEMENTATIONS[name]
-    below = torch._C._after_autograd_keyset
-    plain = below.remove(torch._C.DispatchKey.ADInplaceOrView)
+class _Direct(dict[int, bool]):
+    """Whether a keyset, by its raw value, has nothing but the device's implementation below autograd."""
 
-    def call(keyset: torch._C.DispatchKeySet, arguments: tuple) -> Any:
-        if (keyset & plain).highestPriorityTypeId() in DEVICE_KEYS:
-            return implementation(*arguments)
-        return op.redispatch(keyset & below, *arguments)
+    _plain = torch._C._after_autograd_keyset.remove(torch._C.DispatchKey.ADInplaceOrView)
 
-    return call
+    def __missing__(self, raw: int) -> bool:
+        keyset = torch._C.DispatchKeySet.from_raw_repr(raw) & self._plain
+        self[raw] = direct = keyset.highestPriorityTypeId() in DEVICE_KEYS
+        return direct
+
+
+_direct = _Direct()
 
 
 def _differentiable(name: str) -> Callable[..., Any]:
     """The Autograd kernel of an op with a gradient formula; functional transforms raise with a message that helps."""
     setup, backward = gradients.FORMULAS[name]
-    op = overload(name)
+    op, implementation = overload(name), IMPLEMENTATIONS[name]
     recording = make_autograd_impl(op, Info(backward, setup))
-    call_below = _below_autograd(name)
 
     def guarded(keyset: torch._C.DispatchKeySet, *arguments: Any) -> Any:
         if forward_ad._current_level >= 0:
@@ -131,25 +131,33 @@ def _differentiable(name: str) -> Callable[..., Any]:
             if torch._C._functorch.maybe_current_level() is not None:
                 raise NotImplementedError(f"{name}: no torch.func.grad; {FUNC_GRAD_NOTE}")
             return recording(keyset, *arguments)
-        return call_below(keyset, arguments)
+        if _direct[keyset.raw_repr()]:
+            return implementation(*arguments)
+        return op.redispatch(keyset & torch._C._after_autograd_keyset, *arguments)
 
     return guarded
 
 
 def _refusing_gradients(name: str) -> Callable[..., None]:
     """The Autograd kernel of a mutating op: an argument that requires grad raises, as there is no gradient formula."""
-    names = [argument.name for argument in overload(name)._schema.arguments]
-    call_below = _below_autograd(name)
+    op, implementation = overload(name), IMPLEMENTATIONS[name]
+    names = [argument.name for argument in op._schema.arguments]
+
+    def refuse(arguments: tuple) -> None:
+        for position, tensor in _tensors(arguments):
+            if tensor.requires_grad:
+                expected = "no requires_grad in grad mode, as the op writes in place (grouped_wgrad has gradients)"
+                raise checks.bad(name, names[position], expected, "requires_grad=True")
 
     def kernel(keyset: torch._C.DispatchKeySet, *arguments: Any) -> None:
         if forward_ad._current_level >= 0:
             _refuse_tangents(name, arguments)
-        if torch.is_grad_enabled():
-            for position, tensor in _tensors(arguments):
-                if tensor.requires_grad:
-                    expected = "no requires_grad in grad mode, as the op writes in place (grouped_wgrad has gradients)"
-                    raise checks.bad(name, names[position], expected, "requires_grad=True")
-        call_below(keyset, arguments)
+        if torch.is_grad_enabled() and torch._C._any_requires_grad(*arguments):
+            refuse(arguments)
+        if _direct[keyset.raw_repr()]:
+            implementation(*arguments)
+        else:
+            op.redispatch(keyset & torch._C._after_autograd_keyset, *arguments)
 
     return kernel
 

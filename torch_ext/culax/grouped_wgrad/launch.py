@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from array import array
 
 import torch
 from torch import Tensor
@@ -16,12 +17,14 @@ POINTERS = 64
 
 
 @functools.lru_cache(maxsize=4096)
-def _kernel(plan: Plan) -> load.Kernel:
+def kernel(plan: Plan) -> load.Kernel:
+    """The plan's kernel, loaded at its first use."""
     return load.get(plan.variant)
 
 
 @functools.cache
-def _multiprocessors(index: int) -> int:
+def multiprocessors(index: int) -> int:
+    """Number of multiprocessors of a CUDA device."""
     return torch.cuda.get_device_properties(index).multi_processor_count
 
 
@@ -59,15 +62,15 @@ def _run(plan: Plan, outs: Tensor | list[Tensor], mat_a: Tensor, mat_b: Tensor, 
     workspace = None
     if plan.workspace_shape is not None:
         workspace = torch.empty(plan.workspace_shape, dtype=torch.int64, device=mat_a.device)
-    sms = _multiprocessors(mat_a.device.index)
+    sms = multiprocessors(mat_a.device.index)
     if isinstance(outs, Tensor):
         target = outs if _addressable(outs) else outs.clone(memory_format=torch.contiguous_format)
-        _kernel(plan)(mat_a, mat_b, offs, target, workspace, sms)
+        kernel(plan)(mat_a, mat_b, offs, target, workspace, sms)
         if target is not outs:
             outs.copy_(target)
         return
     targets = [out if _addressable(out) else out.clone(memory_format=torch.contiguous_format) for out in outs]
-    _kernel(plan)(mat_a, mat_b, offs, _addresses(targets), workspace, sms)
+    kernel(plan)(mat_a, mat_b, offs, host_vector([target.data_ptr() for target in targets]), workspace, sms)
     for out, target in zip(outs, targets):
         if target is not out:
             out.copy_(target)
@@ -88,17 +91,21 @@ def _operand(matrix: Tensor, major: str) -> Tensor:
     return matrix
 
 
-def _addressable(out: Tensor) -> bool:
-    """Whether the kernel can write into an output: dense (M, N) at 16-byte aligned addresses, one an expert."""
+def dense(out: Tensor) -> bool:
+    """Whether an output's strides are those of dense (M, N) matrices, 16 bytes apart if there is one an expert."""
     strides = out.stride()
-    dense = strides[-1] == 1 and strides[-2] == out.shape[-1] and out.data_ptr() % 16 == 0
-    return dense and (len(strides) == 2 or strides[0] % 8 == 0)
+    return strides[-1] == 1 and strides[-2] == out.shape[-1] and (len(strides) == 2 or strides[0] % 8 == 0)
 
 
-def _addresses(outs: list[Tensor]) -> Tensor:
-    """The outputs' addresses in host memory, padded to whole chunks of kernel parameters."""
-    addresses = [out.data_ptr() for out in outs]
-    return torch.tensor(addresses + [0] * (-len(outs) % POINTERS), dtype=torch.int64)
+def _addressable(out: Tensor) -> bool:
+    """Whether the kernel can write into an output: dense matrices at 16-byte aligned addresses."""
+    return dense(out) and out.data_ptr() % 16 == 0
+
+
+def host_vector(addresses: list[int]) -> Tensor:
+    """Addresses in host memory, padded to whole chunks of kernel parameters."""
+    padded = array("q", addresses + [0] * (-len(addresses) % POINTERS))
+    return torch.frombuffer(padded, dtype=torch.int64)
 
 
 def warm(plan: Plan, device: torch.device) -> None:
@@ -111,7 +118,7 @@ def warm(plan: Plan, device: torch.device) -> None:
         offs = torch.zeros(1, dtype=torch.int32, device=device)
         slots = config.slots
         workspace = torch.empty((1, slots, 16), dtype=torch.int64, device=device) if slots else None
-        target = _addresses([out[0]]) if config.discrete else out
-        sms = _multiprocessors(a.device.index)
+        target = host_vector([out.data_ptr()]) if config.discrete else out
+        sms = multiprocessors(a.device.index)
         mat_a, mat_b = a if config.a_major == "k" else a.t(), a if config.b_major == "mn" else a.t()
-        _kernel(plan)(mat_a, mat_b, offs, target, workspace, sms)
+        kernel(plan)(mat_a, mat_b, offs, target, workspace, sms)

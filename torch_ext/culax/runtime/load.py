@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -44,6 +45,8 @@ def _refuse_in_capture(variant: Variant) -> None:
 class Kernel:
     """A compiled variant. Call it with torch tensors and scalars; it runs on torch's current stream.
 
+    ``call`` is the same without a frame of Python between; look it up for every call, as the first replaces it.
+
     The first call of the process loads the device code, for every visible device, so it must not happen inside a CUDA
     graph capture: there it raises RuntimeError before anything is touched. Any call whose arguments pass the compiled
     checks counts, an empty problem's too.
@@ -53,23 +56,25 @@ class Kernel:
         RuntimeError: the first call is inside a capture, or a CUDA error.
     """
 
-    __slots__ = ("_function", "how", "variant", "warm")
+    __slots__ = ("_function", "call", "how", "variant", "warm")
 
     def __init__(self, variant: Variant, function: Any, how: Literal["built", "jit"]) -> None:
         self.variant = variant
         self.how = how
         self.warm = False
         self._function = function
+        self.call: Callable[..., None] = self._first_call  # once warm, the compiled function itself
 
     def __call__(self, *arguments: Any) -> None:
-        if self.warm:
-            self._function(*arguments)
-            return
+        self.call(*arguments)
+
+    def _first_call(self, *arguments: Any) -> None:
         with _LOCK:
             if not self.warm:
                 _refuse_in_capture(self.variant)
             self._function(*arguments)
             self.warm = True
+        self.call = self._function
 
     def __repr__(self) -> str:
         return f"Kernel({self.variant.name}, {self.variant.arch}, {self.how})"
