@@ -305,11 +305,28 @@ def store(config: cutlass.Constexpr[Config], mma: cute.TiledMma, acc: cute.Tenso
             r_acc[i] = t_rs_acc[chunk * size + i]
         r_out.store(r_acc.load().to(out))
         cute.copy(copy, r_out, t_rs_s[None, None, None, buffer])
-        cute.arch.fence_proxy("async.shared", space="cta")
-        cute.arch.barrier(barrier_id=1 + warpgroup_index, number_of_threads=WARPGROUP)
-        if storing:
-            where = (None, row_block + chunk // columns, column * columns + chunk % columns)
-            cute.copy(gmem.tma_c, t_cs[None, buffer], t_cg[where], tma_desc_ptr=desc_c)
-            cute.arch.cp_async_bulk_commit_group()
-            if cutlass.const_expr(config.epi_stages > 1):
-                cute.arch.cp_async_bulk_wait_group(config.epi_stages - 2, read=True)
+        where = (None, row_block + chunk // columns, column * columns + chunk % columns)
+        send(config, gmem.tma_c, (t_cs[None, buffer], t_cg[where]), desc_c, 1 + warpgroup_index, WARPGROUP)
+
+
+@cute.jit
+def send(
+    config: cutlass.Constexpr[Config],
+    atom: cute.CopyAtom,
+    chunk,
+    desc_c,
+    barrier: Int32,
+    threads: cutlass.Constexpr[int],
+):
+    """TMA store (or reduce-add) of a chunk that `threads` threads have written to shared memory, by their first warp.
+
+    chunk: (shared memory, coordinates). Threads are numbered from a multiple of their count. Epilogues of both
+    architectures end so; `store` says when the buffer may be written again.
+    """
+    cute.arch.fence_proxy("async.shared", space="cta")
+    cute.arch.barrier(barrier_id=barrier, number_of_threads=threads)
+    if cute.arch.make_warp_uniform(cute.arch.thread_idx()[0] % threads // 32) == 0:
+        cute.copy(atom, chunk[0], chunk[1], tma_desc_ptr=desc_c)
+        cute.arch.cp_async_bulk_commit_group()
+        if cutlass.const_expr(config.epi_stages > 1):
+            cute.arch.cp_async_bulk_wait_group(config.epi_stages - 2, read=True)

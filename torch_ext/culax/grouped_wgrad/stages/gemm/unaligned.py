@@ -27,16 +27,16 @@ def fill(
     length: Int32,
     threads: cutlass.Constexpr[int] = WARPGROUP,
 ):
-    """The CTA's first `threads` threads: target (X, tile_k) in shared memory = rows `first`.. and tokens `start`.. of a group.
+    """target (X, tile_k) in shared memory = rows `first`.. and tokens `start`.. of a group.
 
-    Rows past X and tokens past `length` become zeros; what is there is not read.
+    Done by `threads` threads, numbered from a multiple of their count. Rows past X and tokens past `length` become zeros; what is there is not read.
     """
     rows = group.shape[0]
     width: cutlass.Constexpr = cute.size(target, mode=[1])
-    for i in cutlass.range(cute.arch.thread_idx()[0], cute.size(target), threads, unroll=8):
+    for i in cutlass.range(cute.arch.thread_idx()[0] % threads, cute.size(target), threads, unroll=8):
         x = i // width
         t = i - x * width
-        value = group[cutlass.min(first + x, rows - 1), cutlass.min(start + t, length - 1)]
+        value = target.element_type(group[cutlass.min(first + x, rows - 1), cutlass.min(start + t, length - 1)])
         if first + x >= rows or start + t >= length:
             value = target.element_type(0)
         target[x, t] = value
