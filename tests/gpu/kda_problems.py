@@ -100,7 +100,7 @@ def double(arguments: list) -> list:
 class Truth:
     """Every stage in float64 from what the stage before it leaves in memory: tapes are rounded to bf16 in between.
 
-    `given` holds the rounded tapes in the kernels' layout and names (launch.Tapes), ready to be handed to a stage.
+    `given` holds the rounded tapes under the kernels' names (launch.Tapes).
     """
 
     case: Case
@@ -173,7 +173,13 @@ def poisoned(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
 def given_tapes(truth_: Truth, tapes: launch.Tapes, names: tuple[str, ...]) -> None:
     """Fill some tapes with the truth's."""
     for name in names:
-        getattr(tapes, name).copy_(truth_.given[name])
+        tape, tiles = getattr(tapes, name), truth_.given[name]
+        tape.copy_(to_image(tiles) if tape.dim() == 3 and tiles.dim() == 4 else tiles)
+
+
+def read_tape(tape: Tensor, like: Tensor) -> Tensor:
+    """A tape's tiles [chunks, heads, R, D], of the shape of `like`."""
+    return from_image(tape, *like.shape[-2:]) if tape.dim() == 3 else tape
 
 
 def assert_close(

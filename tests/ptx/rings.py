@@ -22,8 +22,9 @@ _ADDRESS_BITS = 0x3FFF  # of a wgmma shared-memory descriptor: address / 16
 
 
 def is_load(instruction: Instruction) -> bool:
-    """A TMA load into shared memory."""
-    return is_tma(instruction) and "mbarrier" in instruction.op
+    """A TMA load or bulk copy into shared memory."""
+    copies = is_tma(instruction) or instruction.op.startswith("cp.async.bulk.shared")
+    return copies and "mbarrier" in instruction.op
 
 
 def is_arrive(instruction: Instruction) -> bool:

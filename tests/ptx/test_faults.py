@@ -13,35 +13,35 @@ pytestmark = pytest.mark.timeout(3600)
 
 # Kernels that between them have every kind of instruction whose loss must show.
 NAMES = ("wgrad_bf16_bf16_mn_mn_list_sm90", "wgrad_bf16_bf16_ragged_list_sm90")
-KINDS = (
-    "drop-acquire",
-    "drop-descriptor-release",
+SCANS = ("kda_scan_k128_v128_sm90a", "kda_reverse_scan_k128_v128_sm90a")
+RING_KINDS = (
     "drop-stage-release",
     "drop-barrier-wait",
     "drop-wait",
     "weaken-wait",
     "swap-release-and-wait",
 )
+KINDS = ("drop-acquire", "drop-descriptor-release", *RING_KINDS)
+PAIRS = [(name, kind) for name in NAMES for kind in KINDS] + [(name, kind) for name in SCANS for kind in RING_KINDS]
 
 
 @pytest.fixture(scope="module")
 def planted(builds: Builds) -> dict[tuple[str, str], list[faults.Fault]]:
     variants = {variant.name: variant for variant in enumerate_variants("sm_90a")}
     found: dict[tuple[str, str], list[faults.Fault]] = {}
-    for name in NAMES:
+    for name in NAMES + SCANS:
         for fault in faults.planted(builds.get(variants[name]).ptx):
             found.setdefault((name, fault.kind), []).append(fault)
     return found
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(("name", "kind"), PAIRS)
 def test_every_planted_fault_is_reported(planted, name: str, kind: str) -> None:
     assert planted[name, kind]
     assert [fault.name for fault in planted[name, kind] if not check_text(fault.source)] == []
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", NAMES + SCANS)
 def test_a_dropped_stage_release_is_called_by_its_name(planted, name: str) -> None:
     for fault in planted[name, "drop-stage-release"]:
         assert "release" in {found.rule for found in check_text(fault.source)}, fault.name

@@ -35,20 +35,28 @@ def wait(barrier: cute.Pointer, phase: cutlass.Int32) -> None:
 
 
 def _image(tile: cute.Tensor) -> cute.Tensor:
-    """A padded tile [R, D] as the vector of all its elements and padding."""
+    """A padded tile [R, D] as the vector of all its elements and padding; a vector as it is."""
+    if cute.rank(tile) == 1:
+        return tile
     return cute.make_tensor(tile.iterator, cute.make_layout((tile.shape[0] * tile.stride[0],)))
 
 
-def load_images(pairs: list[tuple[cute.Tensor, cute.Tensor]], barrier: cute.Pointer) -> None:
-    """Start copies of padded tiles (or contiguous vectors) from global to shared memory; by one thread."""
-    images = [
-        (_image(source), _image(target)) if cute.rank(source) == 2 else (source, target) for source, target in pairs
-    ]
-    total = sum(cute.size(source) * source.element_type.width // 8 for source, _ in images)
+def announce(barrier: cute.Pointer, total: int) -> None:
+    """Arrive at a barrier whose phase ends when `total` bytes have been copied as well; by one thread."""
     cute.arch.mbarrier_arrive_and_expect_tx(barrier, total)
-    for source, target in images:
+
+
+def start_loads(pairs: list[tuple[cute.Tensor, cute.Tensor]], barrier: cute.Pointer) -> None:
+    """Start copies of padded tiles (or contiguous vectors) from global to shared memory; by one thread."""
+    for source, target in pairs:
         atom = cute.make_copy_atom(cpasync.CopyBulkG2SOp(), source.element_type)
-        cute.copy(atom, source, target, mbar_ptr=barrier)
+        cute.copy(atom, _image(source), _image(target), mbar_ptr=barrier)
+
+
+def load_images(pairs: list[tuple[cute.Tensor, cute.Tensor]], barrier: cute.Pointer) -> None:
+    """Announce and start such copies, when nothing else arrives in this phase of the barrier."""
+    announce(barrier, sum(cute.size(_image(source)) * source.element_type.width // 8 for source, _ in pairs))
+    start_loads(pairs, barrier)
 
 
 @cute.jit

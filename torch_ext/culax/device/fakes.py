@@ -4,7 +4,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass.cute.runtime import make_fake_compact_tensor, make_fake_stream, make_fake_tensor
 
-from culax.device.sizes import PAD, VECTOR
+from culax.device.sizes import PAD, PADDED_RESULTS, VECTOR
 
 
 def rows(dtype: type[cutlass.Numeric], width: int) -> cute.Tensor:
@@ -27,6 +27,19 @@ def tape(rows: int, columns: int) -> cute.Tensor:
     stride = (cute.sym_int64(divisibility=VECTOR), rows * row, row, 1)
     shape = (cute.sym_int32(), cute.sym_int32(), rows, columns)
     return make_fake_tensor(cutlass.BFloat16, shape, stride=stride, assumed_align=16)
+
+
+def image(rows: int, columns: int) -> cute.Tensor:
+    """bf16 [chunks, heads, rows * columns], each entry the image (images.py) of a tile, offsets of 64 bits."""
+    size = rows * columns
+    shape = (cute.sym_int32(), cute.sym_int32(), size)
+    stride = (cute.sym_int64(divisibility=size), size, 1)
+    return make_fake_tensor(cutlass.BFloat16, shape, stride=stride, assumed_align=16)
+
+
+def result(rows: int, columns: int) -> cute.Tensor:
+    """A tape that a scan writes: images, or padded tiles as long as local reads those."""
+    return tape(rows, columns) if PADDED_RESULTS else image(rows, columns)
 
 
 def compact(*tail: int) -> cute.Tensor:

@@ -16,14 +16,15 @@ from cutlass.cute.nvgpu import warpgroup
 _KINDS = warpgroup.SmemLayoutAtomKind
 
 
-def _layout(rows: int, columns: int, stages: int) -> cute.ComposedLayout:
+def image_layout(rows: int, columns: int, stages: int) -> cute.ComposedLayout:
+    """[rows, columns, stages] to elements of shared memory."""
     atom = warpgroup.make_smem_layout_atom(_KINDS.K_SW128, cutlass.BFloat16)
     return cute.tile_to_shape(atom, (rows, columns, stages), order=(0, 1, 2))
 
 
 def allocate_images(memory: cutlass.memory.SmemAllocator, rows: int, columns: int, stages: int = 1) -> cute.Tensor:
     """`stages` bf16 images as a tensor [rows, columns, stages]; the swizzle is the pointer's."""
-    layout = _layout(rows, columns, stages)
+    layout = image_layout(rows, columns, stages)
     return memory.allocate_tensor(cutlass.BFloat16, layout.outer, 1024, layout.inner)
 
 

@@ -1,13 +1,21 @@
-"""States [K, V] that a CTA keeps in registers while it walks over a sequence's chunks, a slice of value columns at a
-time."""
+"""States that one warpgroup keeps in registers while its CTA walks over a sequence's chunks, 64 value columns of each.
+
+The state is kept transposed, S^T [64, K] in fp32, as the accumulator of wgmma: its rows are value columns. Rounded to
+bf16 it is at once the left operand of the next product, in registers; what goes to memory is transposed back on its way
+to shared memory. All products here are ``acc[m, n] += sum_k a[m, k] b[n, k]`` with 64 rows m.
+"""
 
 from dataclasses import dataclass
 
 import cutlass
 import cutlass.cute as cute
+import cutlass.utils.hopper_helpers as hopper
+from cutlass.cute.nvgpu import OperandMajorMode, warp, warpgroup
 
-from culax.device import warp_tiles
-from culax.device.sizes import BLOCK, CHUNK
+from culax.device.walks import SLICE
+
+REGISTERS, IMAGE = warpgroup.OperandSource.RMEM, warpgroup.OperandSource.SMEM
+ALONG_K, ALONG_MN = OperandMajorMode.K, OperandMajorMode.MN
 
 
 @dataclass(frozen=True)
@@ -26,75 +34,117 @@ def place_of_cta(value_heads: cutlass.Int32, slices: int) -> Place:
     return Place(row // value_heads, row % value_heads, cta % slices)
 
 
-@dataclass(frozen=True)
-class Share:
-    """A warp's share of a state [K, columns]: rows 16 i .. and `width` columns, width j .. ; of [64, columns]: 16 x
-    16."""
-
-    row: cutlass.Int32
-    column: cutlass.Int32
-    token: cutlass.Int32
-    value: cutlass.Int32
-
-    def of_state(self, state: cute.Tensor, width: int) -> cute.Tensor:
-        """The share [16, width] of a tile [K, columns]."""
-        return cute.local_tile(state, (BLOCK, width), (self.row, self.column))
-
-    def of_rows(self, tile: cute.Tensor) -> cute.Tensor:
-        """The share [16, 16] of a tile [64, columns]."""
-        return cute.local_tile(tile, (BLOCK, BLOCK), (self.token, self.value))
-
-    def tokens(self, tile: cute.Tensor) -> cute.Tensor:
-        """The operand [16, n] of the share of [64, columns] in a tile [64, n]."""
-        return cute.local_tile(tile, (BLOCK, tile.shape[1]), (self.token, 0))
-
-    def values(self, tile: cute.Tensor) -> cute.Tensor:
-        """The operand [16, n] of the share of [64, columns] in a tile [columns, n]."""
-        return cute.local_tile(tile, (BLOCK, tile.shape[1]), (self.value, 0))
-
-    def keys(self, tile: cute.Tensor) -> cute.Tensor:
-        """The operand [16, n] of the share of the state in a tile [K, n]."""
-        return cute.local_tile(tile, (BLOCK, tile.shape[1]), (self.row, 0))
-
-    def state_values(self, tile: cute.Tensor, width: int) -> cute.Tensor:
-        """The operand [width, n] of the share of the state in a tile [columns, n]."""
-        return cute.local_tile(tile, (width, tile.shape[1]), (self.column, 0))
+def product(columns: int, source: object, b_major: OperandMajorMode) -> cute.TiledMma:
+    """The warpgroup's product [64, columns]. a lies in registers, or in an image [k, 64]; b along k or along n."""
+    a_major = ALONG_K if source is REGISTERS else ALONG_MN
+    bf16 = cutlass.BFloat16
+    return hopper.make_trivial_tiled_mma(
+        bf16, bf16, a_major, b_major, cutlass.Float32, (1, 1, 1), (SLICE, columns), source
+    )
 
 
-def share_of_warp(key_dim: int) -> Share:
-    """The calling warp's share: states are dealt out by rows first, then by columns; [64, columns] likewise."""
-    warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
-    down, tokens = key_dim // BLOCK, CHUNK // BLOCK
-    return Share(warp % down, warp // down, warp % tokens, warp // tokens)
+def accumulator(columns: int) -> cute.Tensor:
+    """fp32 registers of a product [64, columns], not set."""
+    mma = product(columns, REGISTERS, ALONG_MN)
+    return cute.make_rmem_tensor(mma.partition_shape_C((SLICE, columns)), cutlass.Float32)
 
 
-def _in_memory(states: cute.Tensor, place: Place, share: Share, sizes: tuple[int, int]) -> cute.Tensor:
-    columns, width = sizes
-    state = states[place.sequence, place.value_head, None, None]
-    key_dim = state.shape[0]
-    return warp_tiles.fragment_of(share.of_state(cute.local_tile(state, (key_dim, columns), (0, place.slice)), width))
+def left(mma: cute.TiledMma, tiles: cute.Tensor) -> cute.Tensor:
+    """Operand a in shared memory: images as [64, k, stages], transposed."""
+    thread = mma.get_slice(0)
+    return thread.make_fragment_A(thread.partition_A(tiles))
+
+
+def right(mma: cute.TiledMma, tiles: cute.Tensor) -> cute.Tensor:
+    """Operand b in shared memory: images as [n, k, stages], as they are or transposed."""
+    thread = mma.get_slice(0)
+    return thread.make_fragment_B(thread.partition_B(tiles))
+
+
+def issue(mma: cute.TiledMma, acc: cute.Tensor, a: cute.Tensor, b: cute.Tensor, add: bool = True) -> None:
+    """Start acc += a b^T (or acc = a b^T) and commit it as a group; acc and registers of a are not touched until it has
+    been waited for."""
+    atom = cute.make_mma_atom(mma.op)
+    atom.set(warpgroup.Field.ACCUMULATE, add)
+    warpgroup.fence()
+    for k in range(cute.size(b, mode=[2])):
+        cute.gemm(atom, acc, a[None, None, k], b[None, None, k], acc)
+        atom.set(warpgroup.Field.ACCUMULATE, True)
+    warpgroup.commit_group()
+
+
+def rounded(acc: cute.Tensor) -> cute.Tensor:
+    """An accumulator [64, n] in bf16 as the left operand of a product over n: the same elements in the same threads."""
+    blocks = cute.size(acc) // 8
+    operand = cute.make_rmem_tensor(cute.make_layout(((2, 2, 2), 1, blocks)), cutlass.BFloat16)
+    cute.make_tensor(operand.iterator, acc.layout).store(acc.load().to(cutlass.BFloat16))
+    return operand
+
+
+def scale_columns(acc: cute.Tensor, factor: cute.Tensor) -> None:
+    """Multiply column j of an accumulator [64, n] by ``factor[j]``, here and not where the result is needed.
+
+    Plain multiplications would be moved down to the next product, behind the wait that they are to fill.
+    """
+    pair = cute.make_rmem_tensor((2,), cutlass.Float32)
+    multiply = cute.arch.inline_ptx
+    for block in range(cute.size(acc) // 4):
+        cute.autovec_copy(cute.local_tile(factor, (2,), (4 * block + cute.arch.lane_idx() % 4,)), pair)
+        for i in range(4):
+            where = ((i % 2, i // 2, block), 0, 0)
+            operands = [acc[where], pair[i % 2]]
+            acc[where] = multiply(
+                "mul.f32 {$w0}, {$r0}, {$r1};", write_only_types=[cutlass.Float32], read_only_args=operands
+            )
+
+
+def _transposing(operation: type, columns: int) -> tuple[cute.TiledCopy, cute.ThrCopy]:
+    """A copy between a bf16 accumulator [64, columns] and shared memory that is contiguous along the 64."""
+    atom = cute.make_copy_atom(operation(True, 4), cutlass.BFloat16)
+    copy = cute.make_tiled_copy_C(atom, product(columns, REGISTERS, ALONG_MN))
+    return copy, copy.get_slice(cute.arch.thread_idx()[0])
+
+
+def load_transposed(tile: cute.Tensor) -> cute.Tensor:
+    """A tile [64, n] (value columns first, contiguous) as an accumulator: ldmatrix, then fp32."""
+    columns = cute.size(tile, mode=[1])
+    acc = accumulator(columns)
+    raw = cute.make_rmem_tensor(acc.layout, cutlass.BFloat16)
+    copy, mine = _transposing(warp.LdMatrix8x8x16bOp, columns)
+    cute.copy(copy, mine.partition_S(tile), mine.retile(raw))
+    acc.store(raw.load().to(cutlass.Float32))
+    return acc
+
+
+def store_transposed(operand: cute.Tensor, tile: cute.Tensor) -> None:
+    """Write what `rounded` gave to a tile [64, n] that is contiguous along its first dimension."""
+    columns = cute.size(tile, mode=[1])
+    values = cute.make_tensor(operand.iterator, accumulator(columns).layout)
+    copy, mine = _transposing(warp.StMatrix8x8x16bOp, columns)
+    cute.copy(copy, mine.retile(values), mine.partition_D(tile))
+
+
+def _in_memory(states: cute.Tensor, place: Place) -> cute.Tensor:
+    """This thread's elements of a transposed state."""
+    columns = states.shape[2]
+    state = cute.local_tile(states[place.sequence, place.value_head, None, None], (columns, SLICE), (0, place.slice))
+    view = cute.make_tensor(state.iterator, cute.select(state.layout, mode=[1, 0]))
+    return product(columns, REGISTERS, ALONG_MN).get_slice(cute.arch.thread_idx()[0]).partition_C(view)
 
 
 @cute.jit
-def load_state(states: cute.Tensor, place: Place, share: Share, sizes: cutlass.Constexpr) -> cute.Tensor:
-    """The warp's share of a state in [N, HV, K, V] fp32 as a fragment; zeros where the tensor is empty.
-
-    sizes: the columns of a CTA and of a warp.
-    """
-    state = warp_tiles.accumulator(BLOCK, sizes[1])
+def load_state(states: cute.Tensor, place: Place) -> cute.Tensor:
+    """The CTA's part of a state in [N, HV, K, V] fp32, transposed, as an accumulator; zeros where the tensor is
+    empty."""
+    state = accumulator(states.shape[2])
+    state.fill(0.0)
     if states.shape[0] > 0:
-        cute.autovec_copy(_in_memory(states, place, share, sizes), state)
+        cute.autovec_copy(_in_memory(states, place), state)
     return state
 
 
 @cute.jit
-def store_state(state: cute.Tensor, states: cute.Tensor, place: Place, share: Share, sizes: cutlass.Constexpr) -> None:
-    """Write such a fragment, unless the tensor is empty."""
+def store_state(state: cute.Tensor, states: cute.Tensor, place: Place) -> None:
+    """Write such an accumulator, unless the tensor is empty."""
     if states.shape[0] > 0:
-        cute.autovec_copy(state, _in_memory(states, place, share, sizes))
-
-
-def slice_of(tape: cute.Tensor, index: cutlass.Int32, place: Place, columns: int) -> cute.Tensor:
-    """A CTA's value columns [R, columns] of a chunk's entry in a tape [NT, HV, R, V]."""
-    rows = tape.shape[2]
-    return cute.local_tile(tape[index, place.value_head, None, None], (rows, columns), (0, place.slice))
+        cute.autovec_copy(state, _in_memory(states, place))

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..device.sizes import PAD, tile_elements
+from ..device.sizes import PAD, PADDED_RESULTS, tile_elements
 from ..reference import kda_chunked
 from ..runtime import load
 from .plan import Plan
@@ -36,8 +36,9 @@ class Inputs:
 
 @dataclass(frozen=True)
 class Tapes:
-    """Workspaces between the kernels: [NT, HV, ...] in bf16 with padded rows (decay fp32), the chunk table [rows, 4]
-    and bounds [N + 1] in int32."""
+    """Workspaces between the kernels: [NT, HV, rows * columns] in bf16, each entry the image of a tile as
+    device/images.py states it (h, v_new, dh, dvn: padded tiles [NT, HV, rows, columns]), decay [NT, HV, K] in fp32, the
+    chunk table [rows, 4] and bounds [N + 1] in int32."""
 
     table: Tensor
     bounds: Tensor
@@ -116,13 +117,17 @@ def allocate(inputs: Inputs) -> Tapes:
     chunks = each + sequences if packed else each * batch
     keys, values, states = (CHUNK, key_dim), (CHUNK, value_dim), (key_dim, value_dim)
     shapes = (keys, values, keys, keys, states, values, states, values)
-    sizes = [chunks * heads * tile_elements(*shape) for shape in shapes]
-    buffer = torch.empty(sum(sizes), dtype=torch.bfloat16, device=device)
+    padded = (False,) * 4 + (PADDED_RESULTS,) * 4
+    sizes = [tile_elements(*shape) if rows else shape[0] * shape[1] for shape, rows in zip(shapes, padded)]
+    buffer = torch.empty(chunks * heads * sum(sizes), dtype=torch.bfloat16, device=device)
     views, offset = [], 0
-    for (rows, columns), size in zip(shapes, sizes):
-        strides = (heads * tile_elements(rows, columns), tile_elements(rows, columns), columns + PAD, 1)
-        views.append(buffer.as_strided((chunks, heads, rows, columns), strides, offset))
-        offset += size
+    for (rows, columns), size, pad in zip(shapes, sizes, padded):
+        if pad:
+            view = buffer.as_strided((chunks, heads, rows, columns), (heads * size, size, columns + PAD, 1), offset)
+        else:
+            view = buffer.as_strided((chunks, heads, size), (heads * size, size, 1), offset)
+        views.append(view)
+        offset += chunks * heads * size
     minus_w, u, qg, kg, h, v_new, dh, dvn = views
     return Tapes(
         table=torch.empty((chunks + 2 * packed, 4), dtype=torch.int32, device=device),

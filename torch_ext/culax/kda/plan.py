@@ -99,3 +99,17 @@ def variants(arch: str) -> tuple[Variant, ...]:
                     chosen = plan_for(arch, key_dim, value_dim, offsets, grouped)
                     found.update((variant.name, variant) for variant in chosen.variants)
     return tuple(found.values())
+
+
+def fault_variants(arch: str) -> tuple[Variant, ...]:
+    """The scans with poisoned stages, and with a release that comes too early, which tests ask for by name; plan()
+    never returns them."""
+    if arch not in ARCHITECTURES:
+        return ()
+    found = []
+    for stage, config in (("scan", ScanConfig), ("reverse_scan", ReverseScanConfig)):
+        for key_dim in DIMS:
+            found.append(_variant(arch, stage, f"k{key_dim}_v128_poison", config(key_dim, 128, poison=True)))
+            early = config(key_dim, 128, poison=True, fault="weak_release")
+            found.append(_variant(arch, stage, f"k{key_dim}_v128_weak_release_poison", early))
+    return tuple(found)

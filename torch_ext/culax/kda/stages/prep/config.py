@@ -19,6 +19,6 @@ class PrepConfig:
 
     @property
     def smem_bytes(self) -> int:
-        """P, q, k, the operand tiles of W and U, the gate sums of the blocks, beta."""
-        tiles = sum(tile_elements(CHUNK, n) for n in (CHUNK, self.value_dim, *3 * (self.key_dim,)))
-        return 2 * tiles + 4 * (CHUNK // BLOCK * self.key_dim + CHUNK)
+        """q, k, the operands of W and U as images, P, the gate sums of the blocks, beta."""
+        images = CHUNK * (self.value_dim + 3 * self.key_dim)
+        return 2 * (images + tile_elements(CHUNK, CHUNK)) + 4 * (CHUNK // BLOCK * self.key_dim + CHUNK)

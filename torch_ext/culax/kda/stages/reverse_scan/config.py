@@ -1,42 +1,19 @@
-"""What the reverse scan kernel is compiled for, and its shared memory and threads as plain numbers."""
+"""What the reverse scan kernel is compiled for, and its shared memory as plain numbers."""
 
 from dataclasses import dataclass
 
-from culax.device.sizes import BLOCK, CHUNK, barrier_bytes, tile_elements
+from culax.device.sizes import CHUNK
+from culax.device.walks import Walk
 
 
 @dataclass(frozen=True)
-class ReverseScanConfig:
-    """Key and value dimension (64 or 128), value columns of one CTA, and chunks in flight."""
+class ReverseScanConfig(Walk):
+    """See Walk."""
 
-    key_dim: int
-    value_dim: int
-    columns: int = 32
     stages: int = 3
-
-    @property
-    def warps(self) -> int:
-        """Each makes a block of 16 by 16 of [64, columns]."""
-        return CHUNK // BLOCK * self.columns // BLOCK
-
-    @property
-    def threads(self) -> int:
-        """32 a warp."""
-        return 32 * self.warps
-
-    @property
-    def widths(self) -> tuple[int, int]:
-        """Value columns of a CTA, and of a warp's share of the state, which has 16 rows."""
-        return self.columns, self.columns * self.key_dim // BLOCK // self.warps
+    results: int = 1
 
     @property
     def stage_bytes(self) -> int:
-        """qg, -W and kg [64, K], Aqk [64, 64], do [64, columns] in bf16, the decay [K] in fp32."""
-        keys, square, values = (tile_elements(CHUNK, n) for n in (self.key_dim, CHUNK, self.columns))
-        return 2 * (3 * keys + square + values) + 4 * self.key_dim
-
-    @property
-    def smem_bytes(self) -> int:
-        """The stages, the state's gradient [K, columns] twice and dvn [64, columns] as operands."""
-        operands = 2 * tile_elements(self.key_dim, self.columns) + tile_elements(CHUNK, self.columns)
-        return self.stages * self.stage_bytes + barrier_bytes(self.stages) + 2 * operands
+        """qg, -W and kg [64, K], do and Aqk [64, 64] in bf16, the decay [K] in fp32."""
+        return 3 * self.key_bytes + self.value_bytes + 2 * CHUNK * CHUNK + 4 * self.key_dim

@@ -1,26 +1,34 @@
 """Reverse scan: the gradient of the state after every chunk and dvn, sequential over a sequence's chunks from the last
 (B1, B2).
 
-One CTA a sequence, value head and slice of value columns, eight warps, one role; dS stays in registers in fp32.
-Pipeline: cp.async by all threads, `stages` deep, one chunk a stage and a group; a stage is refilled after the barrier
-that follows the last read of it. Two barriers a chunk: one for the dS operand and the arrived stage, one for the dvn
-operand.
+One CTA a sequence, value head and slice of 64 value columns: a consumer warpgroup that keeps dS in registers, and a
+producer warp. Ring (rings.py): a chunk's qg, -W, kg, decay (bulk copies), do and Aqk (TMA) a stage, `stages` deep;
+full: one arrival with the bytes, empty: one arrival a consumer warp, behind the wait for the chunk's last product.
+A chunk of the consumers: start do^T Aqk, round dS, write dh, start dS^T kg^T, meanwhile decay dS, start do^T qg, send
+dh; round dvn, write it, start dvn^T W, meanwhile send it; release the stage. Rows behind the last chunk's valid ones
+are cleared before they are read.
 """
 
 import cutlass
 import cutlass.cute as cute
 
-from culax.device import fakes, states
+from culax.device import fakes, rings, states
 from culax.device.sizes import CHUNK
+from culax.device.walks import WARPGROUP
 from culax.kda.stages.reverse_scan import layouts, roles
 from culax.kda.stages.reverse_scan.config import ReverseScanConfig
 
 
 @cute.kernel
 def reverse_scan_kernel(gmem: roles.Gmem, value_heads: cutlass.Int32, config: cutlass.Constexpr) -> None:
-    """Grid (N * HV * V / columns)."""
-    place = states.place_of_cta(value_heads, config.value_dim // config.columns)
-    roles.reverse_scan(config, gmem, layouts.allocate(config), place)
+    """Grid (N * HV * V / 64)."""
+    place = states.place_of_cta(value_heads, config.slices)
+    smem = layouts.allocate(config)
+    rings.init_ring(smem.ring)
+    if cute.arch.make_warp_uniform(cute.arch.warp_idx()) < WARPGROUP // 32:
+        roles.reverse_scan(config, gmem, smem, place)
+    else:
+        roles.load(config, gmem, smem, place)
 
 
 def entry(config: ReverseScanConfig) -> tuple:
@@ -44,28 +52,39 @@ def entry(config: ReverseScanConfig) -> tuple:
         stream,
     ) -> None:
         count = (bounds.shape[0] - 1) * do.shape[2]
-        gmem = roles.Gmem(qg, minus_w, kg, decay, do, aqk, table, bounds, dht, dh, dvn, dh0)
+        gmem = roles.Gmem(
+            qg,
+            minus_w,
+            kg,
+            decay,
+            *layouts.tile_loads(do),
+            *layouts.tile_loads(aqk),
+            table,
+            bounds,
+            dht,
+            dh,
+            dvn,
+            dh0,
+        )
         if count > 0:
             reverse_scan_kernel(gmem, do.shape[2], config).launch(
-                grid=(count * (config.value_dim // config.columns), 1, 1),
-                block=(config.threads, 1, 1),
-                stream=stream,
+                grid=(count * config.slices, 1, 1), block=(config.threads, 1, 1), stream=stream
             )
 
     key, value = config.key_dim, config.value_dim
     bf16 = cutlass.BFloat16
     return reverse_scan, (
-        fakes.tape(CHUNK, key),
-        fakes.tape(CHUNK, key),
-        fakes.tape(CHUNK, key),
+        fakes.image(CHUNK, key),
+        fakes.image(CHUNK, key),
+        fakes.image(CHUNK, key),
         fakes.compact(key),
         fakes.rows(bf16, value),
         fakes.rows(bf16, CHUNK),
         fakes.table(),
         fakes.vector(cutlass.Int32),
         fakes.compact(key, value),
-        fakes.tape(key, value),
-        fakes.tape(CHUNK, value),
+        fakes.result(key, value),
+        fakes.result(CHUNK, value),
         fakes.compact(key, value),
         fakes.stream(),
     )

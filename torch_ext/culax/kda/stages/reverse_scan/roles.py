@@ -1,29 +1,33 @@
-"""What the warps of the reverse scan kernel do; one role, all warps alike.
+"""The two roles of the reverse scan kernel: a warp that loads chunks into the ring, a warpgroup that walks over them.
 
-Equation numbers are those of kda/README.md. A warp keeps 16 rows of dS [K, columns] as fp32 accumulators over all
-chunks, and makes a block of 16 x 16 of dvn (device/states.py).
+Equation numbers are those of kda/README.md.
 """
 
 from dataclasses import dataclass
 
 import cutlass
 import cutlass.cute as cute
+from cutlass.cute.nvgpu import cpasync, warpgroup
 
-from culax.device import bulk, chunks, states, warp_tiles
-from culax.device.sizes import BLOCK, CHUNK
+from culax.device import bulk, chunks, images, results, rings, states
+from culax.device.sizes import CHUNK
+from culax.device.walks import SLICE, WARPGROUP
 from culax.kda.stages.reverse_scan.layouts import Smem
 
 
 @dataclass(frozen=True)
 class Gmem:
-    """Tapes [NT, HV, ...] of prep, do [B, T, HV, V], Aqk [B, T, HV, 64], the chunk table and bounds, dht and dh0 [N,
-    HV, K, V] fp32 (empty if absent), and the tapes dh [NT, HV, K, V] and dvn [NT, HV, 64, V]."""
+    """Tapes [NT, HV, ...] of prep (images but for the decay), TMA atoms with their coordinates of do [T, V, HV, B] and
+    Aqk [T, 64, HV, B], the chunk table and bounds, dht and dh0 [N, HV, K, V] fp32 (empty if absent), and the tapes dh
+    and dvn."""
 
     qg: cute.Tensor
     minus_w: cute.Tensor
     kg: cute.Tensor
     decay: cute.Tensor
+    tma_do: cute.CopyAtom
     do: cute.Tensor
+    tma_aqk: cute.CopyAtom
     aqk: cute.Tensor
     table: cute.Tensor
     bounds: cute.Tensor
@@ -33,109 +37,111 @@ class Gmem:
     dh0: cute.Tensor
 
 
-@dataclass(frozen=True)
-class Run:
-    """The tokens of a sequence: its batch entry, first token and the one behind its last; its first chunk and the one
-    behind its last."""
+def _tile(atom: cute.CopyAtom, source: cute.Tensor, where: tuple, target: cute.Tensor) -> tuple:
+    """Both sides of one TMA load: [64, 64] of coordinates [T, D, heads, B] from (token, column block, head, batch)."""
+    token, block, head, batch = where
+    rows = cute.domain_offset((token, 0), source[None, None, head, batch])
+    tile = cute.local_tile(rows, (CHUNK, SLICE), (0, block))
+    grouped = cute.group_modes(target, 0, 2), cute.group_modes(tile, 0, 2)
+    shared, coordinates = cpasync.tma_partition(atom, 0, cute.make_layout(1), *grouped)
+    return coordinates, shared
 
-    batch: cutlass.Int32
-    begin: cutlass.Int32
-    end: cutlass.Int32
-    chunk: cutlass.Int32
-    past: cutlass.Int32
 
-    def rows(self, index: cutlass.Int32) -> chunks.Chunk:
-        """The table's row of one of the sequence's chunks, without reading it."""
-        first = self.begin + (index - self.chunk) * CHUNK
-        return chunks.Chunk(cutlass.Int32(0), self.batch, first, cutlass.min(CHUNK, self.end - first))
+@cute.jit
+def load(config: cutlass.Constexpr, gmem: Gmem, smem: Smem, place: states.Place) -> None:
+    """Producer warp: from the last chunk on, qg, -W, kg, decay, Aqk and columns of do into the next stage of the
+    ring."""
+    first, past = gmem.bounds[place.sequence], gmem.bounds[place.sequence + 1]
+    state = rings.loading(config.stages)
+    head = place.value_head
+    if past > first:
+        begin = chunks.read_chunk(gmem.table, first)
+        for done in cutlass.range(past - first, unroll=1):
+            index = past - 1 - done
+            token = begin.first + (index - first) * CHUNK
+            smem.ring.acquire(state)
+            stage = state.index
+            full = smem.ring.full + stage
+            if cutlass.const_expr(config.poison):
+                rings.poison([smem.aqk, smem.kg, smem.do, smem.qg, smem.minus_w], stage)
+            do, to_do = _tile(gmem.tma_do, gmem.do, (token, place.slice, head, begin.batch), smem.do[None, None, stage])
+            aqk, to_aqk = _tile(gmem.tma_aqk, gmem.aqk, (token, 0, head, begin.batch), smem.aqk[None, None, stage])
+            pairs = [
+                (gmem.kg[index, head, None], images.flat(smem.kg[None, None, stage])),
+                (gmem.decay[index, head, None], smem.decay[None, stage]),
+                (gmem.qg[index, head, None], images.flat(smem.qg[None, None, stage])),
+                (gmem.minus_w[index, head, None], images.flat(smem.minus_w[None, None, stage])),
+            ]
+            with cute.arch.elect_one():
+                bulk.announce(full, config.stage_bytes)
+                bulk.start_loads(pairs, full)
+            cute.copy(gmem.tma_do, do, to_do, tma_bar_ptr=full)
+            cute.copy(gmem.tma_aqk, aqk, to_aqk, tma_bar_ptr=full)
+            state.advance()
+
+
+@cute.jit
+def _clear_rows(tile: cute.Tensor, rows: cutlass.Int32) -> None:
+    """Warpgroup: zeros in the rows of an image [64, 64] from `rows` on; they belong to somebody else, who may have left
+    NaN there."""
+    vector = cute.make_rmem_tensor((1, 8), cutlass.BFloat16)
+    vector.fill(0.0)
+    thread = cute.arch.thread_idx()[0]
+    for step in cutlass.range_constexpr(CHUNK * 8 // WARPGROUP):
+        row = step * (WARPGROUP // 8) + thread // 8
+        if row >= rows:
+            cute.autovec_copy(vector, cute.local_tile(tile, (1, 8), (row, thread % 8)))
 
 
 @cute.jit
 def reverse_scan(config: cutlass.Constexpr, gmem: Gmem, smem: Smem, place: states.Place) -> None:
-    """B2 over the chunks of one sequence, last first, with B1's dv_loc: dh is dS after each chunk, what is left is
-    dh0."""
+    """Consumer warpgroup, B2 over the chunks of one sequence, last first, with B1's dv_loc, all transposed: dvn^T =
+    do^T Aqk + dS^T kg^T; dS^T <- 2^G_last dS^T + do^T qg - dvn^T W; dh is dS after each chunk, what is left is dh0."""
     first, past = gmem.bounds[place.sequence], gmem.bounds[place.sequence + 1]
-    share = states.share_of_warp(config.key_dim)
-    state = states.load_state(gmem.dht, place, share, config.widths)
-    if past > first:
-        _scan_chunks(config, gmem, smem, place, share, state, _tokens(gmem.table, first, past))
-    states.store_state(state, gmem.dh0, place, share, config.widths)
-
-
-@cute.jit
-def _scan_chunks(
-    config: cutlass.Constexpr,
-    gmem: Gmem,
-    smem: Smem,
-    place: states.Place,
-    share: states.Share,
-    state: cute.Tensor,
-    run: Run,
-) -> None:
-    width = config.widths[1]
-    bulk.init_barriers([(smem.arrived, config.stages, 1)])
-    for ahead in cutlass.range_constexpr(config.stages - 1):
-        _load(config, gmem, smem, place, run, run.past - 1 - ahead, ahead)
-    for done in cutlass.range(run.past - run.chunk, unroll=1):
-        index = run.past - 1 - done
-        stage, operand = done % config.stages, smem.state[None, None, done % 2]
-        # This operand was last read for the chunk before the previous one; a barrier has passed since.
-        warp_tiles.store_fragment(state, share.of_state(operand, width))
-        cute.arch.cp_async_wait_group(config.stages - 2)
-        bulk.wait(smem.arrived + stage, done // config.stages % 2)
-        cute.arch.sync_threads()
-        # The barrier lies behind every warp's last read of the previous chunk's stage: it may be refilled.
-        ahead = config.stages - 1
-        _load(config, gmem, smem, place, run, index - ahead, (done + ahead) % config.stages)
-        do = warp_tiles.transposed(smem.do[None, None, stage])
-        dvn = warp_tiles.accumulator(BLOCK, BLOCK)
-        kg = share.tokens(smem.kg[None, None, stage])
-        warp_tiles.gemm(dvn, kg, share.values(warp_tiles.transposed(operand)))
-        warp_tiles.gemm(dvn, share.tokens(warp_tiles.transposed(smem.aqk[None, None, stage])), share.values(do))
-        warp_tiles.store_fragment(dvn, share.of_rows(smem.dvn))
-        warp_tiles.scale_rows(state, cute.local_tile(smem.decay[None, stage], (BLOCK,), (share.row,)))
-        qg, minus_w = (share.keys(warp_tiles.transposed(tile[None, None, stage])) for tile in (smem.qg, smem.minus_w))
-        warp_tiles.gemm(state, qg, share.state_values(do, width))
-        cute.arch.sync_threads()
-        warp_tiles.gemm(state, minus_w, share.state_values(warp_tiles.transposed(smem.dvn), width))
-        for tile, tape in ((operand, gmem.dh), (smem.dvn, gmem.dvn)):
-            chunks.store_tile(tile, states.slice_of(tape, index, place, config.columns), config.threads)
-
-
-def _tokens(table: cute.Tensor, first: cutlass.Int32, past: cutlass.Int32) -> Run:
-    """A sequence's tokens from the table's rows of its first and last chunk."""
-    head, tail = chunks.read_chunk(table, first), chunks.read_chunk(table, past - 1)
-    return Run(head.batch, head.first, tail.first + tail.rows, first, past)
-
-
-@cute.jit
-def _load(
-    config: cutlass.Constexpr,
-    gmem: Gmem,
-    smem: Smem,
-    place: states.Place,
-    run: Run,
-    index: cutlass.Int32,
-    stage: cutlass.Int32,
-) -> None:
-    """Start the loads of one chunk into a stage: bulk copies, and a cp.async group for the rows of Aqk and do.
-
-    A group is committed in any case, so that groups count chunks.
-    """
-    if index >= run.chunk:
-        if cute.arch.thread_idx()[0] == 0:
-            head = place.value_head
-            pairs = [
-                (gmem.qg[index, head, None, None], smem.qg[None, None, stage]),
-                (gmem.minus_w[index, head, None, None], smem.minus_w[None, None, stage]),
-                (gmem.kg[index, head, None, None], smem.kg[None, None, stage]),
-                (gmem.decay[index, head, None], smem.decay[None, stage]),
-            ]
-            bulk.load_images(pairs, smem.arrived + stage)
-        chunk = run.rows(index)
-        aqk = chunks.chunk_rows(gmem.aqk, chunk, place.value_head)
-        chunks.load_rows(aqk, smem.aqk[None, None, stage], chunk.rows, config.threads)
-        do = chunks.chunk_rows(gmem.do, chunk, place.value_head)
-        do = cute.local_tile(do, (CHUNK, config.columns), (0, place.slice))
-        chunks.load_rows(do, smem.do[None, None, stage], chunk.rows, config.threads)
-    cute.arch.cp_async_commit_group()
+    state = states.load_state(gmem.dht, place)
+    from_do = states.product(CHUNK, states.IMAGE, states.ALONG_MN)
+    over_keys = states.product(CHUNK, states.REGISTERS, states.ALONG_K)
+    into_state = states.product(config.key_dim, states.IMAGE, states.ALONG_MN)
+    over_tokens = states.product(config.key_dim, states.REGISTERS, states.ALONG_MN)
+    do = states.left(from_do, images.transposed(smem.do))
+    aqk = states.right(from_do, images.transposed(smem.aqk))
+    kg = states.right(over_keys, smem.kg)
+    qg = states.right(into_state, images.transposed(smem.qg))
+    minus_w = states.right(over_tokens, images.transposed(smem.minus_w))
+    dvn = states.accumulator(CHUNK)
+    at = rings.reading(config.stages)
+    for done in cutlass.range(past - first, unroll=1):
+        index = past - 1 - done
+        stage, buffer = at.index, done % config.results
+        smem.ring.ready(at)
+        if done == 0:
+            rows = chunks.read_chunk(gmem.table, index).rows
+            if rows < CHUNK:
+                _clear_rows(smem.do[None, None, stage], rows)
+                _clear_rows(smem.aqk[None, None, stage], rows)
+                bulk.publish()
+                results.meet()
+        here = (None, None, None, stage)
+        # Nothing is in flight; without this wait the assembler does not see it, and adds one where dS is decayed.
+        warpgroup.wait_group(0)
+        states.issue(from_do, dvn, do[here], aqk[here], add=False)
+        operand = states.rounded(state)
+        results.write(operand, smem.results.states, buffer)
+        states.issue(over_keys, dvn, operand, kg[here])
+        states.scale_columns(state, smem.decay[None, stage])
+        states.issue(into_state, state, do[here], qg[here])
+        results.send(smem.results.states, buffer, gmem.dh, index, place)
+        warpgroup.wait_group(1)
+        operand = states.rounded(dvn)
+        results.write(operand, smem.results.rows, buffer)
+        states.issue(over_tokens, state, operand, minus_w[here])
+        if cutlass.const_expr(config.fault == "weak_release"):
+            smem.ring.release(at)
+        results.send(smem.results.rows, buffer, gmem.dvn, index, place)
+        # All products with this stage have completed, and the decay is in registers: it may be refilled.
+        warpgroup.wait_group(0)
+        if cutlass.const_expr(config.fault != "weak_release"):
+            smem.ring.release(at)
+        at.advance()
+    states.store_state(state, gmem.dh0, place)
+    results.sent()

@@ -1,25 +1,32 @@
 """Scan: the state before every chunk and v_new, sequential over a sequence's chunks (F4).
 
-One CTA a sequence, value head and slice of value columns, eight warps, one role; the state stays in registers in fp32.
-Pipeline: cp.async by all threads, `stages` deep, a chunk's -W, kg, U and decay a stage, one group a chunk; a stage is
-refilled after the barrier that follows the last read of it. Two barriers a chunk: one for the state operand and the
-arrived stage, one for the v_new operand.
+One CTA a sequence, value head and slice of 64 value columns: a consumer warpgroup that keeps the state in registers,
+and a producer warp. Ring (rings.py): a chunk's -W, kg, U and decay a stage, `stages` deep, bulk copies; full: one
+arrival with the bytes, empty: one arrival a consumer warp, behind the wait for the chunk's last product.
+A chunk of the consumers: round S, write h, start S^T W^T, meanwhile decay S and send h; round v_new, write it, start
+v_new^T kg, meanwhile send it; release the stage.
 """
 
 import cutlass
 import cutlass.cute as cute
 
-from culax.device import fakes, states
+from culax.device import fakes, rings, states
 from culax.device.sizes import CHUNK
+from culax.device.walks import WARPGROUP
 from culax.kda.stages.scan import layouts, roles
 from culax.kda.stages.scan.config import ScanConfig
 
 
 @cute.kernel
 def scan_kernel(gmem: roles.Gmem, value_heads: cutlass.Int32, config: cutlass.Constexpr) -> None:
-    """Grid (N * HV * V / columns)."""
-    place = states.place_of_cta(value_heads, config.value_dim // config.columns)
-    roles.scan(config, gmem, layouts.allocate(config), place)
+    """Grid (N * HV * V / 64)."""
+    place = states.place_of_cta(value_heads, config.slices)
+    smem = layouts.allocate(config)
+    rings.init_ring(smem.ring)
+    if cute.arch.make_warp_uniform(cute.arch.warp_idx()) < WARPGROUP // 32:
+        roles.scan(config, gmem, smem, place)
+    else:
+        roles.load(config, gmem, smem, place)
 
 
 def entry(config: ScanConfig) -> tuple:
@@ -42,21 +49,19 @@ def entry(config: ScanConfig) -> tuple:
         gmem = roles.Gmem(minus_w, u, kg, decay, bounds, initial, h, v_new, final)
         if count > 0:
             scan_kernel(gmem, u.shape[1], config).launch(
-                grid=(count * (config.value_dim // config.columns), 1, 1),
-                block=(config.threads, 1, 1),
-                stream=stream,
+                grid=(count * config.slices, 1, 1), block=(config.threads, 1, 1), stream=stream
             )
 
     key, value = config.key_dim, config.value_dim
     return scan, (
-        fakes.tape(CHUNK, key),
-        fakes.tape(CHUNK, value),
-        fakes.tape(CHUNK, key),
+        fakes.image(CHUNK, key),
+        fakes.image(CHUNK, value),
+        fakes.image(CHUNK, key),
         fakes.compact(key),
         fakes.vector(cutlass.Int32),
         fakes.compact(key, value),
-        fakes.tape(key, value),
-        fakes.tape(CHUNK, value),
+        fakes.result(key, value),
+        fakes.result(CHUNK, value),
         fakes.compact(key, value),
         fakes.stream(),
     )

@@ -1,23 +1,23 @@
-"""What the warps of the scan kernel do; one role, all warps alike.
+"""The two roles of the scan kernel: a warp that loads chunks into the ring, a warpgroup that walks over them.
 
-Equation numbers are those of kda/README.md. A warp keeps 16 rows of the state [K, columns] as fp32 accumulators over
-all chunks, and makes a block of 16 x 16 of v_new (device/states.py).
+Equation numbers are those of kda/README.md.
 """
 
 from dataclasses import dataclass
 
 import cutlass
 import cutlass.cute as cute
+from cutlass.cute.nvgpu import warpgroup
 
-from culax.device import bulk, chunks, states, warp_tiles
-from culax.device.sizes import BLOCK
+from culax.device import bulk, images, results, rings, states
+from culax.device.sizes import CHUNK
 from culax.kda.stages.scan.layouts import Smem
 
 
 @dataclass(frozen=True)
 class Gmem:
-    """Tapes [NT, HV, ...] of prep, bounds [N + 1], states [N, HV, K, V] fp32 (empty if absent), and the tapes h [NT,
-    HV, K, V], v_new."""
+    """Tapes [NT, HV, ...] of prep (images but for the decay), bounds [N + 1], states [N, HV, K, V] fp32 (empty if
+    absent), and the tapes h and v_new."""
 
     minus_w: cute.Tensor
     u: cute.Tensor
@@ -31,78 +31,61 @@ class Gmem:
 
 
 @cute.jit
-def scan(config: cutlass.Constexpr, gmem: Gmem, smem: Smem, place: states.Place) -> None:
-    """F4 over the chunks of one sequence: v_new = U - W S; S <- 2^G_last S + kg^T v_new; h is S before each chunk."""
+def load(config: cutlass.Constexpr, gmem: Gmem, smem: Smem, place: states.Place) -> None:
+    """Producer warp: each chunk's -W, kg, decay and columns of U into the next stage of the ring."""
     first, past = gmem.bounds[place.sequence], gmem.bounds[place.sequence + 1]
-    share = states.share_of_warp(config.key_dim)
-    state = states.load_state(gmem.initial, place, share, config.widths)
-    if past > first:
-        _scan_chunks(config, gmem, smem, place, share, state, (first, past))
-    states.store_state(state, gmem.final, place, share, config.widths)
-
-
-@cute.jit
-def _scan_chunks(
-    config: cutlass.Constexpr,
-    gmem: Gmem,
-    smem: Smem,
-    place: states.Place,
-    share: states.Share,
-    state: cute.Tensor,
-    run: tuple[cutlass.Int32, cutlass.Int32],
-) -> None:
-    first, past = run
-    width = config.widths[1]
-    bulk.init_barriers([(smem.arrived, config.stages, 1)])
-    for ahead in cutlass.range_constexpr(config.stages - 1):
-        _load(config, gmem, smem, place, first + ahead, past, ahead)
+    state = rings.loading(config.stages)
     for index in cutlass.range(first, past, unroll=1):
-        stage, operand = (index - first) % config.stages, smem.state[None, None, (index - first) % 2]
-        # This operand was last read for the chunk before the previous one; a barrier has passed since.
-        warp_tiles.store_fragment(state, share.of_state(operand, width))
-        bulk.wait(smem.arrived + stage, (index - first) // config.stages % 2)
-        minus_w = warp_tiles.load_left(share.tokens(smem.minus_w[None, None, stage]))
-        kg = warp_tiles.load_left(share.keys(warp_tiles.transposed(smem.kg[None, None, stage])))
-        warp_tiles.scale_rows(state, cute.local_tile(smem.decay[None, stage], (BLOCK,), (share.row,)))
-        cute.arch.cp_async_wait_group(config.stages - 2)
-        cute.arch.sync_threads()
-        h = warp_tiles.load_right(share.values(warp_tiles.transposed(operand)))
-        v_new = warp_tiles.load_fragment(share.of_rows(smem.u[None, None, stage]))
-        # The barrier lies behind every warp's last read of the previous chunk's stage: it may be refilled.
-        ahead = index + config.stages - 1
-        _load(config, gmem, smem, place, ahead, past, (ahead - first) % config.stages)
-        warp_tiles.multiply(v_new, minus_w, h)
-        warp_tiles.store_fragment(v_new, share.of_rows(smem.v_new))
-        cute.arch.sync_threads()
-        v_rounded = warp_tiles.load_right(share.state_values(warp_tiles.transposed(smem.v_new), width))
-        warp_tiles.multiply(state, kg, v_rounded)
-        for tile, tape in ((operand, gmem.h), (smem.v_new, gmem.v_new)):
-            chunks.store_tile(tile, states.slice_of(tape, index, place, config.columns), config.threads)
+        smem.ring.acquire(state)
+        stage = state.index
+        if cutlass.const_expr(config.poison):
+            rings.poison([smem.u, smem.minus_w, smem.kg], stage)
+        u = gmem.u[index, place.value_head, None]
+        pairs = [
+            (gmem.minus_w[index, place.value_head, None], images.flat(smem.minus_w[None, None, stage])),
+            (cute.local_tile(u, (CHUNK * states.SLICE,), (place.slice,)), images.flat(smem.u[None, None, stage])),
+            (gmem.decay[index, place.value_head, None], smem.decay[None, stage]),
+            (gmem.kg[index, place.value_head, None], images.flat(smem.kg[None, None, stage])),
+        ]
+        with cute.arch.elect_one():
+            bulk.load_images(pairs, smem.ring.full + stage)
+        state.advance()
 
 
 @cute.jit
-def _load(
-    config: cutlass.Constexpr,
-    gmem: Gmem,
-    smem: Smem,
-    place: states.Place,
-    index: cutlass.Int32,
-    past: cutlass.Int32,
-    stage: cutlass.Int32,
-) -> None:
-    """Start the loads of one chunk into a stage: bulk copies, and a cp.async group for U's columns.
-
-    A group is committed in any case, so that groups count chunks.
-    """
-    if index < past:
-        if cute.arch.thread_idx()[0] == 0:
-            head = place.value_head
-            pairs = [
-                (gmem.minus_w[index, head, None, None], smem.minus_w[None, None, stage]),
-                (gmem.kg[index, head, None, None], smem.kg[None, None, stage]),
-                (gmem.decay[index, head, None], smem.decay[None, stage]),
-            ]
-            bulk.load_images(pairs, smem.arrived + stage)
-        u = states.slice_of(gmem.u, index, place, config.columns)
-        chunks.load_tile(u, smem.u[None, None, stage], config.threads)
-    cute.arch.cp_async_commit_group()
+def scan(config: cutlass.Constexpr, gmem: Gmem, smem: Smem, place: states.Place) -> None:
+    """Consumer warpgroup, F4 over the chunks of one sequence, transposed: v_new^T = U^T - S^T W^T; S^T <- 2^G_last S^T
+    + v_new^T kg; h is S before each chunk."""
+    first, past = gmem.bounds[place.sequence], gmem.bounds[place.sequence + 1]
+    state = states.load_state(gmem.initial, place)
+    over_keys = states.product(CHUNK, states.REGISTERS, states.ALONG_K)
+    over_tokens = states.product(config.key_dim, states.REGISTERS, states.ALONG_MN)
+    minus_w = states.right(over_keys, smem.minus_w)
+    kg = states.right(over_tokens, images.transposed(smem.kg))
+    u = images.transposed(smem.u)
+    at = rings.reading(config.stages)
+    for index in cutlass.range(first, past, unroll=1):
+        stage, buffer = at.index, (index - first) % config.results
+        smem.ring.ready(at)
+        v_new = states.load_transposed(u[None, None, stage])
+        operand = states.rounded(state)
+        results.write(operand, smem.results.states, buffer)
+        # Nothing is in flight; without this wait the assembler does not see it, and adds one where S is decayed.
+        warpgroup.wait_group(0)
+        states.issue(over_keys, v_new, operand, minus_w[None, None, None, stage])
+        states.scale_columns(state, smem.decay[None, stage])
+        results.send(smem.results.states, buffer, gmem.h, index, place)
+        warpgroup.wait_group(0)
+        operand = states.rounded(v_new)
+        results.write(operand, smem.results.rows, buffer)
+        states.issue(over_tokens, state, operand, kg[None, None, None, stage])
+        if cutlass.const_expr(config.fault == "weak_release"):
+            smem.ring.release(at)
+        results.send(smem.results.rows, buffer, gmem.v_new, index, place)
+        # Both products with this stage have completed, and U and the decay are in registers: it may be refilled.
+        warpgroup.wait_group(0)
+        if cutlass.const_expr(config.fault != "weak_release"):
+            smem.ring.release(at)
+        at.advance()
+    states.store_state(state, gmem.final, place)
+    results.sent()
