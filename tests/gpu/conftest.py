@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
+from torch._dynamo.utils import counters
 
 from culax.runtime import load
 from tests.gpu.verified import CALLED
@@ -28,3 +30,14 @@ def settled_device(record_property):
     yield
     torch.cuda.synchronize()
     record_property(CALLED, [f"{kernel.variant.arch}/{kernel.variant.name}" for kernel in load.loaded() if kernel.warm])
+
+
+@pytest.fixture
+def compiled_graphs() -> Iterator[None]:
+    """Graphs or an error: an op that can't be captured must not fall back unseen."""
+    torch._dynamo.reset()
+    counters.clear()
+    with torch._inductor.config.patch({"triton.cudagraph_or_error": True}):
+        yield
+    assert counters["inductor"]["cudagraph_skips"] == 0
+    torch._dynamo.reset()

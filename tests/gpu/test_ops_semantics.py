@@ -26,7 +26,7 @@ def calls() -> dict[str, Callable[[], tuple[Tensor, ...]]]:
 
 
 def check(op: Any, arguments: tuple, **keywords: Any) -> None:
-    results = opcheck(op, arguments, keywords, test_utils=TESTS, rtol=1e-2, atol=1e-2)
+    results = opcheck(op, arguments, keywords, test_utils=TESTS, rtol=0, atol=0)
     assert results == dict.fromkeys(TESTS, "SUCCESS"), results
 
 
