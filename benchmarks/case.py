@@ -36,10 +36,14 @@ class Gate:
 
 @dataclass(frozen=True)
 class Peer:
-    """An implementation from another project. `reason` says why it cannot run here, else it is None."""
+    """An implementation from another project. `reason` says why it cannot run here, else it is None.
+
+    captured: whether a CUDA graph can hold its calls.
+    """
 
     prepare: Prepare | None
     reason: str | None = None
+    captured: bool = True
 
 
 class Case(Protocol):
@@ -74,12 +78,14 @@ class Case(Protocol):
 
 @dataclass(frozen=True)
 class Timing:
-    """Medians. Fields are None where the mode was not asked for or does not exist on the device."""
+    """Medians; peak_mib is memory taken during a call, its outputs among it. Fields are None where the mode was not
+    asked for or does not exist on the device, or for the implementation."""
 
     eager_ms: float | None = None
     graph_ms: float | None = None
     kernels_ms: float | None = None
     overhead_us: float | None = None
+    peak_mib: float | None = None
 
     @property
     def best_ms(self) -> float | None:

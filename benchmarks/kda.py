@@ -90,10 +90,10 @@ class KdaCase:
 
     def make_inputs(self, seed: int) -> Inputs:
         """Unit q and k, gates logsigmoid(randn) not below -5, beta in (0.5, 0.73), states and both output gradients."""
-        gen = torch.Generator().manual_seed(seed)
+        gen = torch.Generator(device=self.device).manual_seed(seed)
 
         def randn(*shape: int) -> torch.Tensor:
-            return torch.randn(*shape, generator=gen).to(self.device)
+            return torch.randn(*shape, generator=gen, device=self.device)
 
         b, t, h, k, v = self.batch, self.tokens, self.heads, self.key_dim, self.value_dim
         inputs = {
@@ -101,13 +101,14 @@ class KdaCase:
             "k": F.normalize(randn(b, t, h, k), dim=-1).to(self.dtype),
             "v": randn(b, t, h, v).to(self.dtype),
             "g": F.logsigmoid(randn(b, t, h, k)).clamp(min=-5).to(self.state_dtype),
-            "beta": torch.rand(b, t, h, generator=gen).to(self.device).sigmoid().to(self.dtype),
+            "beta": torch.rand(b, t, h, generator=gen, device=self.device).sigmoid().to(self.dtype),
             "initial_state": randn(self.states, h, k, v).to(self.state_dtype),
             "do": randn(b, t, h, v).to(self.dtype),
             "dht": randn(self.states, h, k, v).to(self.state_dtype),
         }
         if self.sequences > 1:
-            cuts = torch.randint(0, t + 1, (self.sequences - 1,), generator=gen).sort().values
+            generator = torch.Generator().manual_seed(seed)
+            cuts = torch.randint(0, t + 1, (self.sequences - 1,), generator=generator).sort().values
             ends = torch.cat([torch.zeros(1), cuts, torch.full((1,), t)])
             inputs["cu_seqlens"] = ends.to(torch.int32).to(self.device)
         return inputs
@@ -118,10 +119,13 @@ class KdaCase:
         The recurrence's autograd keeps a state per token, which no GPU holds at these lengths; the chunked path in
         float64 is itself held against the recurrence by the tests.
         """
-        wide = {name: x.double() if x.is_floating_point() else x for name, x in inputs.items()}
         if self.device == "cpu":
-            return self._recurrence(wide)()
-        return self._ours(wide)()
+            return self.recurrence_gradients(inputs)
+        return self._ours(_wide(inputs))()
+
+    def recurrence_gradients(self, inputs: Inputs) -> Outputs:
+        """Float64, by autograd of the token recurrence: a state per token is kept."""
+        return self._recurrence(_wide(inputs))()
 
     def implementations(self) -> Mapping[str, Prepare | Peer]:
         """Ours; for forward and backward on the CPU the recurrence, for the backward on CUDA both of FLA's."""
@@ -134,7 +138,7 @@ class KdaCase:
     def gate(self, outputs: Outputs, truth: Outputs) -> Gate:
         """Every gradient, per head and 64-token chunk (states: per sequence and head)."""
         groups = {name: (0, 1) if name == "dinitial_state" else (0, 1, 2) for name in truth}
-        return worst(_chunked(outputs), _chunked(truth), groups, BOUNDS[self.dtype])
+        return worst(chunked(outputs), chunked(truth), groups, BOUNDS[self.dtype])
 
     def _ours(self, inputs: Inputs) -> Call:
         ops = torch.ops.culax
@@ -168,11 +172,15 @@ class KdaCase:
         return both
 
 
+def _wide(inputs: Inputs) -> Inputs:
+    return {name: x.double() if x.is_floating_point() else x for name, x in inputs.items()}
+
+
 def _named(gradients: tuple[torch.Tensor, ...]) -> Outputs:
     return {f"d{name}": gradient for name, gradient in zip(DIFFERENTIABLE, gradients)}
 
 
-def _chunked(outputs: Outputs) -> Outputs:
+def chunked(outputs: Outputs) -> Outputs:
     """Token-major outputs as [B, chunk, head, token of the chunk, ...]; the last chunk padded with zeros."""
     chunked = {}
     for name, x in outputs.items():

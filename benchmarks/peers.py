@@ -39,6 +39,8 @@ def fla_kda(safe_gate: bool) -> Peer:
     """The backward of flash-linear-attention's chunk_kda, on gates computed beforehand.
 
     With `safe_gate` its faster kernels for gates bounded by -5 run, without the gate's and the l2 norm's own backward.
+    Its first call tunes every kernel for minutes, unless FLA_CACHE_MODE and FLA_CONFIG_DIR name tuned configurations.
+    Autograd runs a backward on its forward's stream, which no graph captures.
     """
     if importlib.util.find_spec("fla") is None:
         return Peer(None, "fla is not installed")
@@ -63,4 +65,4 @@ def fla_kda(safe_gate: bool) -> Peer:
 
         return backward
 
-    return Peer(prepare)
+    return Peer(prepare, captured=False)

@@ -23,7 +23,11 @@ WGRAD_SHAPES = (
 
 
 def _wgrad_cuda() -> list[Case]:
-    return [WgradCase(f"wgrad_bf16_e{e}_m{m}_n{n}_k{k}", e, m, n, k) for e, m, n, k in WGRAD_SHAPES]
+    cases: list[Case] = [WgradCase(f"wgrad_bf16_e{e}_m{m}_n{n}_k{k}", e, m, n, k) for e, m, n, k in WGRAD_SHAPES]
+    for name, multiple in (("aligned", 16), ("unaligned", 1)):
+        name = f"wgrad_kmajor_{name}_e8_m4096_n4096_k1024"
+        cases.append(WgradCase(name, 8, 4096, 4096, 1024, k_major=True, multiple=multiple))
+    return cases
 
 
 def _kda_cuda() -> list[Case]:

@@ -34,6 +34,7 @@ figure. Times are medians over rotating inputs after warm-ups. Modes:
   graph     time of a call inside a CUDA graph (CUDA)
   kernels   time of the kernels of a call, summed by the profiler (CUDA)
   overhead  CPU time of an eager call in us, the device running behind
+  memory    memory that a call takes beyond its inputs, at its highest (CUDA)
 TFLOP/s and TB/s count only the work that the operation needs; share is the part of the roofline reached, from the
 graph time where there is one."""
 
@@ -78,19 +79,21 @@ def measure_case(case: Case, settings: Settings, only: Sequence[str] = ()) -> li
     truth = case.truth(inputs[0])
     judged: dict[str, tuple[Gate | None, str | None]] = {}
     bound: dict[str, list[Call]] = {}
+    captured: list[str] = []
     for name, implementation in case.implementations().items():
         if only and name not in only:
             continue
-        prepare, reason = _unwrap(implementation)
-        gate = None
-        if prepare is not None:
-            gate, reason = _judge(case, prepare, inputs[0], truth)
+        peer = implementation if isinstance(implementation, Peer) else Peer(implementation)
+        gate, reason = None, peer.reason
+        if peer.prepare is not None:
+            gate, reason = _judge(case, peer.prepare, inputs[0], truth)
             if gate is not None and gate.ok:
-                bound[name] = [prepare(each) for each in inputs]
+                bound[name] = [peer.prepare(each) for each in inputs]
+                captured += [name] * peer.captured
         judged[name] = gate, reason
     del truth
     gc.collect()
-    times = _time(bound, case.device, settings)
+    times = _time(bound, captured, case.device, settings)
     return [_result(case, name, gate, times.get(name, Timing()), reason) for name, (gate, reason) in judged.items()]
 
 
@@ -125,27 +128,23 @@ def _result(case: Case, name: str, gate: Gate | None, measured: Timing, reason: 
     )
 
 
-def _unwrap(implementation: Prepare | Peer) -> tuple[Prepare | None, str | None]:
-    if isinstance(implementation, Peer):
-        return implementation.prepare, implementation.reason
-    return implementation, None
-
-
-def _time(bound: dict[str, list[Call]], device: str, settings: Settings) -> dict[str, Timing]:
-    """Medians by implementation, of every mode that was asked for and exists on the device."""
+def _time(bound: dict[str, list[Call]], captured: list[str], device: str, settings: Settings) -> dict[str, Timing]:
+    """Medians by implementation, of every mode that was asked for and exists on the device; graphs of `captured`."""
     warmups, repeats, cuda = settings.warmups, settings.repeats, device == "cuda"
     times: dict[str, dict[str, float]] = {name: {} for name in bound}
     if "eager" in settings.modes:
         for name, ms in timing.eager_ms(bound, device, warmups, repeats, settings.budget_s).items():
             times[name]["eager_ms"] = statistics.median(ms)
     if "graph" in settings.modes and cuda:
-        for name, ms in timing.graph_ms(bound, warmups, repeats).items():
+        for name, ms in timing.graph_ms({name: bound[name] for name in captured}, warmups, repeats).items():
             times[name]["graph_ms"] = statistics.median(ms)
     for name, calls in bound.items():
         if "kernels" in settings.modes and cuda:
             times[name]["kernels_ms"] = timing.kernels_ms(calls, warmups)
         if "overhead" in settings.modes:
             times[name]["overhead_us"] = timing.overhead_us(calls, device, repeats)
+        if "memory" in settings.modes and cuda:
+            times[name]["peak_mib"] = timing.peak_mib(calls)
     return {name: Timing(**found) for name, found in times.items()}
 
 
@@ -176,6 +175,7 @@ def table(results: list[Result]) -> Table:
         "graph ms": [_shown(r.timing.graph_ms) for r in results],
         "kernels ms": [_shown(r.timing.kernels_ms) for r in results],
         "CPU us": [_shown(r.timing.overhead_us) for r in results],
+        "MiB": [_shown(r.timing.peak_mib) for r in results],
         "TFLOP/s": [_shown(r.tflops) for r in results],
         "TB/s": [_shown(r.tb_per_s) for r in results],
         "share": [_shown(r.roofline_share, ".1%") for r in results],

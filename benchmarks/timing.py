@@ -1,10 +1,11 @@
-"""Timers: eager, inside a CUDA graph, kernels summed, and CPU time per call. All give medians."""
+"""Meters: time eager, inside a CUDA graph, and of kernels summed; CPU time and memory of a call."""
 
 from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import islice
 
 import torch
 
@@ -13,13 +14,22 @@ from benchmarks.case import Call
 Bound = Mapping[str, Sequence[Call]]
 """The calls of each implementation, one an input set."""
 
-MODES = ("eager", "graph", "kernels", "overhead")
+MODES = ("eager", "graph", "kernels", "overhead", "memory")
+
+
+def in_turn(names: Iterable[str]) -> Iterator[str]:
+    """Names one after the other, without end; each round begins one name later, so that nobody always comes first."""
+    order = list(names)
+    while order:
+        yield from order
+        order.append(order.pop(0))
 
 
 def eager_ms(bound: Bound, device: str, warmups: int, repeats: int, budget_s: float) -> dict[str, list[float]]:
-    """Wall time in ms of `repeats` calls of each implementation in turn, the inputs rotating, device work included.
+    """Wall time in ms of `repeats` calls of each implementation in turn, from an idle device to its last kernel.
 
-    Fewer rounds are made, but always one, when they would take longer than `budget_s` seconds.
+    Every call takes another input set than the call before it, whoever made that: its operands must come from memory,
+    not from the cache. Fewer rounds are made, but always one, when they would take longer than `budget_s` seconds.
     """
     started = time.perf_counter()
     for i in range(warmups):
@@ -29,11 +39,11 @@ def eager_ms(bound: Bound, device: str, warmups: int, repeats: int, budget_s: fl
             calls[i % len(calls)]()
     times: dict[str, list[float]] = {name: [] for name in bound}
     started = time.perf_counter()
-    for i in range(repeats):
-        if i and time.perf_counter() - started > budget_s:
+    for i, name in enumerate(islice(in_turn(bound), repeats * len(bound))):
+        if i >= len(bound) and time.perf_counter() - started > budget_s:
             break
-        for name, calls in bound.items():
-            times[name].append(_timed(calls[i % len(calls)], device))
+        calls = bound[name]
+        times[name].append(_timed(calls[i % len(calls)], device))
     return times
 
 
@@ -41,11 +51,10 @@ def graph_ms(bound: Bound, warmups: int, repeats: int) -> dict[str, list[float]]
     """Time in ms per call of CUDA graphs that hold every call of an implementation once, replayed in turn."""
     graphs = {name: _captured(calls) for name, calls in bound.items()}
     times: dict[str, list[float]] = {name: [] for name in bound}
-    for i in range(warmups + repeats):
-        for name, (graph, _) in graphs.items():
-            ms = _timed(graph.replay, "cuda") / len(bound[name])
-            if i >= warmups:
-                times[name].append(ms)
+    for i, name in enumerate(islice(in_turn(bound), (warmups + repeats) * len(bound))):
+        ms = _timed(graphs[name][0].replay, "cuda") / len(bound[name])
+        if i >= warmups * len(bound):
+            times[name].append(ms)
     return times
 
 
@@ -88,6 +97,19 @@ def overhead_us(calls: Sequence[Call], device: str, repeats: int) -> float:
             calls[i % len(calls)]()
         batches.append((time.perf_counter() - start) * 1e5)
     return statistics.median(batches)
+
+
+def peak_mib(calls: Sequence[Call]) -> float:
+    """Device memory in MiB that a call takes beyond what was allocated before it, at its highest; outputs count."""
+    peaks = []
+    for call in calls:
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        call()
+        torch.cuda.synchronize()
+        peaks.append((torch.cuda.max_memory_allocated() - before) / 2**20)
+    return statistics.median(peaks)
 
 
 def _timed(call: Callable[[], object], device: str) -> float:

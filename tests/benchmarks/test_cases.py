@@ -16,6 +16,7 @@ FLOORS = (0.969, 0.970, 2.753, 0.390, 0.343, 0.516, 0.139)
 KDA = KdaCase("kda", 1, 70, 2, 16, 16, dtype=torch.float32, device="cpu", forward_too=True)
 KDA_BWD = KdaCase("kda_bwd", 1, 90, 2, 16, 16, sequences=3, dtype=torch.float32, device="cpu")
 WGRAD = WgradCase("wgrad", 4, 24, 40, 32, dtype=torch.float32, device="cpu")
+K_MAJOR = WgradCase("k_major", 4, 24, 40, 32, dtype=torch.float32, device="cpu", k_major=True, multiple=1)
 
 
 @pytest.mark.parametrize(("shape", "floor"), list(zip(registry.WGRAD_SHAPES, FLOORS)), ids=str)
@@ -55,7 +56,7 @@ def test_share_is_the_tighter_ceiling():
     assert roofline.share(4.0, Cost(1e3, 2e6), machine) == pytest.approx(0.5)
 
 
-@pytest.mark.parametrize("case", [KDA, KDA_BWD, WGRAD], ids=lambda case: case.name)
+@pytest.mark.parametrize("case", [KDA, KDA_BWD, WGRAD, K_MAJOR], ids=lambda case: case.name)
 def test_every_implementation_passes_the_gate(case):
     inputs = case.make_inputs(0)
     truth = case.truth(inputs)
@@ -65,7 +66,7 @@ def test_every_implementation_passes_the_gate(case):
             assert gate.ok, f"{name}: {gate}"
 
 
-@pytest.mark.parametrize("case", [KDA, KDA_BWD, WGRAD], ids=lambda case: case.name)
+@pytest.mark.parametrize("case", [KDA, KDA_BWD, WGRAD, K_MAJOR], ids=lambda case: case.name)
 def test_gate_catches_one_wrong_group(case):
     """One chunk of one head, or one expert, off by a tenth: a norm over everything would not see it."""
     inputs = case.make_inputs(0)
@@ -93,3 +94,9 @@ def test_gate_demands_exact_zeros():
     truth = {"dw": torch.zeros(2, 3, 3, dtype=torch.float64)}
     assert verify.worst({"dw": torch.zeros(2, 3, 3)}, truth, {"dw": (0,)}, 1e-3).ok
     assert not verify.worst({"dw": torch.full((2, 3, 3), 1e-30)}, truth, {"dw": (0,)}, 1e-3).ok
+
+
+def test_k_major_operands_have_unaligned_groups_in_aligned_rows():
+    inputs = K_MAJOR.make_inputs(0)
+    assert any(end % 8 for end in inputs["offs"].tolist()) and inputs["mat_a"].shape[1] % 8 == 0
+    assert inputs["mat_a"].stride(1) == inputs["mat_b"].stride(0) == 1

@@ -5,12 +5,13 @@ import socket
 import subprocess
 import sys
 from dataclasses import replace
+from itertools import islice
 from pathlib import Path
 
 import pytest
 import torch
 
-from benchmarks import plot, registry, run, summary
+from benchmarks import plot, registry, run, summary, timing
 from benchmarks.case import Gate, Peer, Timing
 from benchmarks.run import Result, Settings
 from benchmarks.wgrad import WgradCase
@@ -137,3 +138,27 @@ def test_plot_draws_a_png(tmp_path):
     assert (tmp_path / "out.png").read_bytes().startswith(b"\x89PNG")
     with pytest.raises(ValueError, match="at least one result"):
         plot.draw(document | {"results": []}, tmp_path / "none.png")
+
+
+def test_calls_in_turn_start_elsewhere_each_round():
+    assert list(islice(timing.in_turn("abc"), 9)) == list("abcbcacab")
+    assert list(timing.in_turn([])) == []
+
+
+def test_no_call_takes_the_input_set_of_the_call_before():
+    taken: list[int] = []
+    bound = {name: [lambda i=i: taken.append(i) for i in range(3)] for name in ("ours", "theirs")}
+    timing.eager_ms(bound, "cpu", 0, 6, 10.0)
+    assert len(taken) == 12 and all(a != b for a, b in zip(taken, taken[1:]))
+
+
+def test_a_peer_that_no_graph_can_hold_is_timed_otherwise():
+    results = run.measure_case(Uncaptured("p", 3, 8, 8, 16, torch.float32, "cpu"), QUICK)
+    assert all(result.timing.eager_ms > 0 and result.timing.graph_ms is None for result in results)
+
+
+class Uncaptured(WgradCase):
+    """The tiny case with a peer outside graphs."""
+
+    def implementations(self):
+        return {"culax": self._ours, "peer": Peer(self._ours, captured=False)}

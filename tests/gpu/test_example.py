@@ -5,7 +5,7 @@ from examples.train_tiny_lm import Settings, train
 pytestmark = pytest.mark.gpu
 
 SETTINGS = Settings(steps=40, batch=4)
-BOUND = 0.1
+BOUND = 0.05  # torch.compile rounds in other places: 0.013 and 0.017 with two seeds on an H200
 
 
 @pytest.fixture(scope="module")
@@ -21,7 +21,8 @@ def test_loss_falls_clearly(eager: list[float]) -> None:
 def test_the_modes_give_one_curve(mode: str, eager: list[float]) -> None:
     other, _ = train(SETTINGS, "cuda", mode)
     assert other[0] == pytest.approx(eager[0], abs=0.01)
-    assert max(abs(a - b) for a, b in zip(eager, other, strict=True)) < BOUND
+    difference = max(abs(a - b) for a, b in zip(eager, other, strict=True))
+    assert difference == 0 if mode == "cuda-graphs" else difference < BOUND
 
 
 def test_cpu_and_gpu_start_from_the_same_loss(eager: list[float]) -> None:
