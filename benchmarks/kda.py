@@ -121,7 +121,7 @@ class KdaCase:
         """
         if self.device == "cpu":
             return self.recurrence_gradients(inputs)
-        return self._ours(_wide(inputs))()
+        return self.ours(_wide(inputs))()
 
     def recurrence_gradients(self, inputs: Inputs) -> Outputs:
         """Float64, by autograd of the token recurrence: a state per token is kept."""
@@ -130,17 +130,18 @@ class KdaCase:
     def implementations(self) -> Mapping[str, Prepare | Peer]:
         """Ours; for forward and backward on the CPU the recurrence, for the backward on CUDA both of FLA's."""
         if self.device == "cpu" and self.forward_too:
-            return {"culax": self._ours, "recurrence": self._recurrence}
+            return {"culax": self.ours, "recurrence": self._recurrence}
         if self.device == "cpu" or self.forward_too:
-            return {"culax": self._ours}
-        return {"culax": self._ours, "fla": peers.fla_kda(False), "fla_safe_gate": peers.fla_kda(True)}
+            return {"culax": self.ours}
+        return {"culax": self.ours, "fla": peers.fla_kda(False), "fla_safe_gate": peers.fla_kda(True)}
 
     def gate(self, outputs: Outputs, truth: Outputs) -> Gate:
         """Every gradient, per head and 64-token chunk (states: per sequence and head)."""
         groups = {name: (0, 1) if name == "dinitial_state" else (0, 1, 2) for name in truth}
         return worst(chunked(outputs), chunked(truth), groups, BOUNDS[self.dtype])
 
-    def _ours(self, inputs: Inputs) -> Call:
+    def ours(self, inputs: Inputs) -> Call:
+        """The op, its forward done; or both."""
         ops = torch.ops.culax
         x, cu_seqlens = dict(inputs), inputs.get("cu_seqlens")
         if self.forward_too:

@@ -5,8 +5,10 @@ from __future__ import annotations
 import os
 import subprocess
 import time
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import torch
@@ -86,7 +88,7 @@ def cpu_model() -> str:
 
 
 def machine(device: str) -> dict[str, str]:
-    """Model and versions of what is measured. No host name and no paths: results are published."""
+    """Model and versions of what is measured, peers among it. No host name and no paths: results are published."""
     import culax
 
     facts = {"cpu": cpu_model(), "torch": torch.__version__, "culax": culax.__version__}
@@ -94,6 +96,9 @@ def machine(device: str) -> dict[str, str]:
         major, minor = torch.cuda.get_device_capability()
         gpu, cuda = torch.cuda.get_device_name(), str(torch.version.cuda)
         facts |= {"gpu": gpu, "capability": f"{major}.{minor}", "cuda": cuda}
+        for package in ("triton", "fla-core", "tilelang", "quack-kernels"):
+            with suppress(PackageNotFoundError):
+                facts[package] = version(package)
     return facts
 
 

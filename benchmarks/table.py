@@ -52,9 +52,9 @@ def _shown(figure: float | None, style: str) -> str:
 
 
 def documents(folder: Path = RESULTS) -> list[dict[str, Any]]:
-    """The results documents in `folder`, by file name; the summary is none."""
-    files = sorted(file for file in folder.glob("*.json") if file.name != "summary.json")
-    return [json.loads(file.read_text()) for file in files]
+    """The documents of benchmarks.run in `folder`, by file name; other files tell of other things than speed."""
+    found = [json.loads(file.read_text()) for file in sorted(folder.glob("*.json"))]
+    return [each for each in found if "results" in each and all("timing" in result for result in each["results"])]
 
 
 def main(argv: Sequence[str] | None = None) -> None:
