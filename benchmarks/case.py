@@ -85,6 +85,7 @@ class Timing:
     graph_ms: float | None = None
     kernels_ms: float | None = None
     overhead_us: float | None = None
+    allocation_us: float | None = None
     peak_mib: float | None = None
 
     @property

@@ -89,6 +89,22 @@ def kernels_ms(calls: Sequence[Call], warmups: int) -> float:
 
 def overhead_us(calls: Sequence[Call], device: str, repeats: int) -> float:
     """CPU time in us of one eager call, the device running behind: waits only between batches of ten."""
+    return _batched_us(calls, device, repeats)
+
+
+def allocation_us(calls: Sequence[Call], device: str, repeats: int) -> float:
+    """The part of it that torch takes to allocate a call's outputs: the same number of `torch.empty`."""
+    shapes = [(x.shape, x.dtype, x.device) for x in calls[0]().values()]
+
+    def allocate() -> object:
+        return [torch.empty(shape, dtype=dtype, device=where) for shape, dtype, where in shapes]
+
+    return _batched_us([allocate], device, repeats)
+
+
+def _batched_us(calls: Sequence[Callable[[], object]], device: str, repeats: int) -> float:
+    for call in calls:
+        call()
     batches = []
     for _ in range(max(3, repeats)):
         _synchronize(device)

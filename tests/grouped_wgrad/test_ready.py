@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from culax import dispatch
-from culax.grouped_wgrad import api, launch, plan, ready
+from culax import calls, dispatch
+from culax.grouped_wgrad import api, launch, plan
 from tests.grouped_wgrad.standin import ENDS, M, N, Recorder, expected, operands, shifted
 
 OPS = torch.ops.culax
@@ -21,7 +21,7 @@ def kernel(monkeypatch: pytest.MonkeyPatch) -> Recorder:
     """Every call is planned for the kernel, which a recorder plays; CPU tensors stand for a GPU's."""
     recorder = Recorder(accumulate=False)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: None)
-    monkeypatch.setattr(ready, "_current_device", lambda: None)
+    monkeypatch.setattr(calls, "current_device", lambda: None)
     monkeypatch.setattr(launch, "multiprocessors", lambda index: 132)
     monkeypatch.setattr(launch, "kernel", lambda _: recorder)
     monkeypatch.setattr(
@@ -90,7 +90,7 @@ def test_other_operands_take_the_general_path(form: str, change: str, kernel: Re
 def test_another_current_device_takes_the_general_path(form, kernel, general: list[str], monkeypatch) -> None:
     arguments = operands()
     call(form, *arguments)
-    monkeypatch.setattr(ready, "_current_device", lambda: 1)
+    monkeypatch.setattr(calls, "current_device", lambda: 1)
     torch.testing.assert_close(call(form, *arguments), expected(*arguments[:2]))
     assert len(general) == 2
 

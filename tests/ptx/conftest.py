@@ -24,10 +24,9 @@ CI = (
     "wgrad_bf16_fp32_mn_mn_*add_*",
     "wgrad_bf16_fp32_ragged_*add_*",
     "wgrad_fp16_fp16_mn_mn_*",
-    "kda_chunk_table_*",
-    "kda_*_k64_v64_*",
-    "kda_*_k128_v128_*",
-    "kda_group_sum_*",
+    "kda_backward_k64_v64_*",
+    "kda_backward_k128_v64_sm90a",
+    "kda_backward_k128_v128_*",
 )
 
 

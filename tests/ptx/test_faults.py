@@ -27,7 +27,7 @@ PAIRS = [(name, kind) for name in NAMES for kind in KINDS] + [(name, kind) for n
 
 @pytest.fixture(scope="module")
 def planted(builds: Builds) -> dict[tuple[str, str], list[faults.Fault]]:
-    variants = {variant.name: variant for variant in enumerate_variants("sm_90a")}
+    variants = {variant.name: variant for variant in enumerate_variants("sm_90a", faults=True)}
     found: dict[tuple[str, str], list[faults.Fault]] = {}
     for name in NAMES + SCANS:
         for fault in faults.planted(builds.get(variants[name]).ptx):

@@ -63,3 +63,8 @@ def vector(dtype: type[cutlass.Numeric]) -> cute.Tensor:
     """A contiguous vector: cu_seqlens, or bounds, the first chunk of every sequence and the end of the last, int32 [N +
     1]."""
     return make_fake_compact_tensor(dtype, (cute.sym_int32(),))
+
+
+def buffer() -> cute.Tensor:
+    """Bytes of a workspace, [size] with 64 bits."""
+    return make_fake_tensor(cutlass.Int8, (cute.sym_int64(),), stride=(1,), assumed_align=16)

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
+from .. import calls, dispatch
 from .. import checks as shared_checks
-from .. import dispatch
 from ..reference import grouped_wgrad as reference
 from ..reference.block_scaled import Scales
 from . import checks, launch, ready
-from .plan import Plan
 from .problem import WgradProblem
+
+_ready: calls.Ready = {}
 
 Operands = tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None, Tensor | None]
 """mat_a, mat_b, offs and the four scales."""
@@ -56,7 +56,7 @@ def grouped_wgrad(
     key = None
     if _are_none(scales):
         key = (op, _operands_key(mat_a, mat_b, offs), scale_layout, operand_layout, out_dtype)
-        out = _ready.get(key, _unknown)(mat_a, mat_b, offs)
+        out = _ready.get(key, calls.never)(mat_a, mat_b, offs)
         if out is not None:
             return out
     arguments = (mat_a, mat_b, offs, *scales, scale_layout, operand_layout, out_dtype)
@@ -64,7 +64,8 @@ def grouped_wgrad(
     checks.expect_offs(op, offs, problem.tokens)
     bundle = _bundle(op, offs, scales, problem)
     if choice.backend == "cutedsl":
-        _remember(key, ready.functional, choice.plan, mat_a, mat_b, offs)
+        if key is not None:
+            calls.remember(_ready, key, ready.functional, choice.plan, mat_a, mat_b, offs)
         out = mat_a.new_empty((problem.experts, problem.m, problem.n), dtype=problem.out_dtype)
         launch.run(choice.plan, out, mat_a, mat_b, offs, bundle)
         return out
@@ -124,13 +125,13 @@ def _write(
         first = written[0]
         key = (op, _operands_key(mat_a, mat_b, offs), scale_layout, operand_layout, accumulate)
         key += (len(written), first.shape, first.stride(), first.dtype, first.device)
-        if _ready.get(key, _unknown)(outs, mat_a, mat_b, offs):
+        if _ready.get(key, calls.never)(outs, mat_a, mat_b, offs):
             return
     arguments = (outs, *operands, scale_layout, operand_layout, accumulate)
     problem, choice = dispatch.prepare(op, checks.signature(arguments), checks.build_wgrad, arguments, mat_a.device)
-    if choice.backend == "cutedsl":
+    if choice.backend == "cutedsl" and key is not None:
         bind = ready.dense if isinstance(outs, Tensor) else ready.listed
-        _remember(key, bind, choice.plan, outs, mat_a, mat_b, offs)
+        calls.remember(_ready, key, bind, choice.plan, outs, mat_a, mat_b, offs)
     ranges = _expect_disjoint(op, written)
     mat_a, mat_b, offs = (_apart(operand, ranges) for operand in operands[:3])
     checks.expect_offs(op, offs, problem.tokens)
@@ -155,21 +156,6 @@ def _operands_key(mat_a: Tensor, mat_b: Tensor, offs: Tensor) -> tuple:
         *(mat_b.shape, mat_b.stride(), mat_b.dtype, mat_b.device),
         *(offs.shape, offs.stride(), offs.dtype, offs.device),
     )
-
-
-def _unknown(*_: Any) -> None:
-    """What runs a call of an unknown signature: nothing."""
-
-
-_ready: dict[tuple, Callable[..., Any]] = {}
-
-
-def _remember(key: tuple | None, bind: Callable[..., Callable[..., Any]], plan: Plan, *tensors: Any) -> None:
-    """Keep what runs the calls that a kernel takes, by their signature."""
-    if key is not None and key not in _ready:
-        if len(_ready) >= dispatch.REMEMBERED:
-            _ready.clear()
-        _ready[key] = bind(plan, *tensors)
 
 
 def _expect_disjoint(op: str, written: list[Tensor]) -> list[tuple[int, int]]:

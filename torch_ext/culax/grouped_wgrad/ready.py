@@ -1,39 +1,35 @@
-"""Calls of a known signature: shapes, strides, dtypes and devices are settled; addresses and the current device aren't.
+"""Grouped calls of a known signature (culax/calls.py): what is left to look at are addresses and the current device.
 
-Each function here looks once at tensors of a signature and returns what runs its calls. What it returns says whether it
-did: it launches nothing where the kernel cannot read or write such tensors in place, an address is not aligned to 16
-bytes, an output overlaps anything, or another device is current. The general path then takes the call.
+Each function here looks once at tensors of a signature and returns what runs its calls. What it returns launches
+nothing, and says so, where the kernel cannot read or write such tensors in place, an address is not aligned to 16
+bytes, an output overlaps anything, or another device is current.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from .. import checks
+from .. import calls, checks
 from . import launch
 from .plan import Plan
-
-_current_device: Callable[[], int] = getattr(torch._C, "_cuda_getDevice", torch.cuda.current_device)
-"""torch.cuda.current_device() without asking whether CUDA is initialised: there are tensors on a device."""
 
 
 def functional(plan: Plan, mat_a: Tensor, mat_b: Tensor, offs: Tensor) -> Callable[..., Tensor | None]:
     """Calls (mat_a, mat_b, offs) that return a new output (E, M, N); None where they did not run."""
     if not _reads_in_place(plan, offs):
-        return _never
-    device, problem, run = mat_a.device, plan.problem, _launcher(plan, mat_a.device)
-    index, dtype = device.index, problem.out_dtype
+        return calls.never
+    problem, run, new = plan.problem, _launcher(plan, mat_a.device), calls.allocator(mat_a.device)
+    index, dtype = mat_a.device.index, problem.out_dtype
     shape, strides = (problem.experts, problem.m, problem.n), (problem.m * problem.n, problem.n, 1)
 
     def call(mat_a: Tensor, mat_b: Tensor, offs: Tensor) -> Tensor | None:
-        if (mat_a.data_ptr() | mat_b.data_ptr()) & 15 or _current_device() != index:
+        if (mat_a.data_ptr() | mat_b.data_ptr()) & 15 or calls.current_device() != index:
             return None
-        out = torch.empty_strided(shape, strides, dtype=dtype, device=device)
+        out = new(shape, strides, dtype)
         run(mat_a, mat_b, offs, out)
         return out
 
@@ -44,7 +40,7 @@ def dense(plan: Plan, out: Tensor, *operands: Tensor) -> Callable[..., bool | No
     """Calls (out, mat_a, mat_b, offs) that write into out (E, M, N); whether they ran."""
     mat_a, _, offs = operands
     if not _reads_in_place(plan, offs) or not launch.dense(out):
-        return _never
+        return calls.never
     run, may_write = _launcher(plan, mat_a.device), _writing(_bytes(out), operands)
 
     def call(out: Tensor, mat_a: Tensor, mat_b: Tensor, offs: Tensor) -> bool:
@@ -61,7 +57,7 @@ def listed(plan: Plan, outs: list[Tensor], *operands: Tensor) -> Callable[..., b
     ran."""
     mat_a, _, offs = operands
     if not _reads_in_place(plan, offs) or not launch.dense(outs[0]):
-        return _never
+        return calls.never
     run, may_write = _launcher(plan, mat_a.device), _writing(_bytes(outs[0]), operands)
     shape, strides, dtype, device = outs[0].shape, outs[0].stride(), outs[0].dtype, mat_a.device
 
@@ -79,10 +75,6 @@ def listed(plan: Plan, outs: list[Tensor], *operands: Tensor) -> Callable[..., b
     return call
 
 
-def _never(*_: Any) -> None:
-    """What runs the calls of a signature that always needs the general path: nothing."""
-
-
 def _reads_in_place(plan: Plan, offs: Tensor) -> bool:
     """Whether there is something to compute, from offsets and operands the kernel reads as they are."""
     problem = plan.problem
@@ -93,9 +85,11 @@ def _reads_in_place(plan: Plan, offs: Tensor) -> bool:
 def _launcher(plan: Plan, device: torch.device) -> Callable[[Tensor, Tensor, Tensor, Tensor], None]:
     """The kernel as a function of mat_a, mat_b, offs and its target."""
     kernel, sms, shape = launch.kernel(plan), launch.multiprocessors(device.index), plan.workspace_shape
+    new = calls.allocator(device)
+    strides = None if shape is None else (shape[1] * shape[2], shape[2], 1)
 
     def run(mat_a: Tensor, mat_b: Tensor, offs: Tensor, target: Tensor) -> None:
-        workspace = None if shape is None else torch.empty(shape, dtype=torch.int64, device=device)
+        workspace = None if shape is None or strides is None else new(shape, strides, torch.int64)
         kernel.call(mat_a, mat_b, offs, target, workspace, sms)
 
     return run
@@ -113,7 +107,7 @@ def _writing(size: int, operands: tuple[Tensor, ...]) -> Callable[..., bool]:
 
     def may_write(addresses: list[int], mat_a: Tensor, mat_b: Tensor, offs: Tensor) -> bool:
         a, b = mat_a.data_ptr(), mat_b.data_ptr()
-        if (a | b) & 15 or _current_device() != index:
+        if (a | b) & 15 or calls.current_device() != index:
             return False
         ordered, free = sorted(addresses), 0
         for address in ordered:

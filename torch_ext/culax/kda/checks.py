@@ -184,10 +184,14 @@ VALIDATORS: dict[str, tuple[Callable[..., None], int]] = {
 
 
 def signature(arguments: tuple) -> tuple:
-    """A key that equals another call's only if every metadata check gives the same answer."""
+    """A key that equals another call's only if every metadata check gives the same answer and strides are equal."""
     return tuple(
-        (argument.shape, argument.dtype, argument.device) if isinstance(argument, Tensor) else argument
-        for argument in arguments
+        [
+            (argument.shape, argument.stride(), argument.dtype, argument.device)
+            if isinstance(argument, Tensor)
+            else argument
+            for argument in arguments
+        ]
     )
 
 

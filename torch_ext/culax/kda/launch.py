@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -53,28 +54,29 @@ class Tapes:
     dvn: Tensor
 
 
-def _rows(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """The tensor itself if its dtype is `dtype` and its last dimension can be read 16 bytes at a time, else a
-    contiguous copy."""
+def has_rows(tensor: Tensor, dtype: torch.dtype) -> bool:
+    """Whether a tensor has this dtype and strides of rows that can be read 16 bytes at a time."""
     step = 16 // dtype.itemsize
-    if (
-        tensor.dtype is dtype
-        and tensor.stride(-1) == 1
-        and not any(stride % step for stride in tensor.stride()[:-1])
-        and tensor.data_ptr() % 16 == 0
-    ):
+    *strides, last = tensor.stride()
+    return tensor.dtype is dtype and last == 1 and not any(stride % step for stride in strides)
+
+
+def _rows(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """The tensor itself if kernels can read it in place, else a contiguous copy of this dtype."""
+    if has_rows(tensor, dtype) and tensor.data_ptr() % 16 == 0:
         return tensor
     return torch.empty(tensor.shape, dtype=dtype, device=tensor.device).copy_(tensor)
 
 
-def _state(state: Tensor | None, v: Tensor, key_dim: int) -> Tensor:
-    if state is None:
-        return v.new_empty((0, v.shape[2], key_dim, v.shape[3]), dtype=torch.float32)
-    return (
-        state
-        if state.is_contiguous() and state.data_ptr() % 16 == 0
-        else state.clone(memory_format=torch.contiguous_format)
-    )
+def no_state(q: Tensor, v: Tensor) -> Tensor:
+    """What stands for a state that is absent: [0, HV, K, V] in fp32."""
+    return v.new_empty((0, v.shape[2], q.shape[3], v.shape[3]), dtype=torch.float32)
+
+
+def _state(state: Tensor) -> Tensor:
+    if state.is_contiguous() and state.data_ptr() % 16 == 0:
+        return state
+    return state.clone(memory_format=torch.contiguous_format)
 
 
 def collect(arguments: tuple) -> tuple[Inputs, float]:
@@ -90,7 +92,7 @@ def collect(arguments: tuple) -> tuple[Inputs, float]:
         do = v.new_zeros(v.shape[3]).expand(v.shape)
     return Inputs(
         do=_rows(do, bf16),
-        dht=_state(dht, v, q.shape[3]),
+        dht=no_state(q, v) if dht is None else _state(dht),
         q=_rows(q, bf16),
         k=_rows(k, bf16),
         v=_rows(v, bf16),
@@ -98,7 +100,7 @@ def collect(arguments: tuple) -> tuple[Inputs, float]:
         beta=beta.to(fp32),
         aqk=_rows(aqk, bf16),
         akk=_rows(akk, bf16),
-        initial=_state(initial, v, q.shape[3]),
+        initial=no_state(q, v) if initial is None else _state(initial),
         cu_seqlens=None if cu_seqlens is None else cu_seqlens.to(torch.int64).contiguous(),
     ), scale
 
@@ -203,6 +205,20 @@ def local(ready: Kernels, x: Inputs, t: Tapes, gradients: tuple[Tensor, ...], sc
     ready.local(x.q, x.k, x.v, x.g, x.beta, x.do, x.akk, t.v_new, t.dvn, t.h, t.dh, t.table, *gradients, scale)
 
 
+@cache
+def kernel(plan: Plan) -> load.Kernel:
+    """The plan's kernels, loaded at their first use."""
+    return load.get(plan.backward)
+
+
+def workspace_bytes(plan: Plan, v: Tensor, sequences: int | None) -> int:
+    """Size of a call's workspace, from shapes alone; sequences: those of cu_seqlens, None without it."""
+    batch, tokens, value_heads, _ = v.shape
+    each = -(-tokens // CHUNK)
+    chunks = each * batch if sequences is None else each + sequences
+    return plan.config.workspace_bytes(chunks, batch if sequences is None else sequences, batch * tokens, value_heads)
+
+
 def run(plan: Plan, arguments: tuple) -> tuple[Tensor, ...]:
     """kda_bwd by the plan's kernels on torch's current stream: gradients of q, k, v, g, beta, initial_state.
 
@@ -210,24 +226,15 @@ def run(plan: Plan, arguments: tuple) -> tuple[Tensor, ...]:
     """
     q, k, v, g, beta = arguments[2:7]
     with torch.cuda.device(q.device):
-        ready = kernels(plan)
         x, scale = collect(arguments)
-        t = allocate(x)
+        offsets = torch.empty(0, dtype=torch.int64, device=q.device) if x.cu_seqlens is None else x.cu_seqlens
+        size = workspace_bytes(plan, x.v, None if x.cu_seqlens is None else offsets.shape[0] - 1)
+        workspace = torch.empty(size, dtype=torch.int8, device=q.device)
         dq, dk, dv = (torch.empty(y.shape, dtype=y.dtype, device=y.device) for y in (q, k, v))
         dg, dbeta = (torch.empty(y.shape, dtype=torch.float32, device=y.device) for y in (g, beta))
         dh0 = torch.empty(x.initial.shape, dtype=torch.float32, device=q.device)
-        build_table(ready, x, t)
-        prep(ready, x, t, scale)
-        scan(ready, x, t, x.initial[:0])
-        reverse_scan(ready, x, t, dh0)
-        if ready.group_sum is None:
-            local(ready, x, t, (dq, dk, dv, dg, dbeta), scale)
-        else:
-            shares = tuple(torch.empty(g.shape, dtype=torch.float32, device=q.device) for _ in range(2))
-            local(ready, x, t, (*shares, dv, dg, dbeta), scale)
-            rows, group = q.shape[0] * q.shape[1] * q.shape[2], g.shape[2] // q.shape[2]
-            grouped = (share.view(rows, group, g.shape[3]) for share in shares)
-            ready.group_sum(*grouped, dq.view(rows, g.shape[3]), dk.view(rows, g.shape[3]))
+        inputs = (x.do, x.dht, x.q, x.k, x.v, x.g, x.beta, x.aqk, x.akk, x.initial, offsets)
+        kernel(plan)(*inputs, workspace, dq, dk, dv, dg, dbeta, dh0, scale)
         return dq, dk, dv, dg.to(g.dtype), dbeta.to(beta.dtype), dh0
 
 

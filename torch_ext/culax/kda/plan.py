@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 from functools import cache
 
@@ -9,6 +10,7 @@ import torch
 
 from ..runtime.variants import Variant
 from .problem import KdaProblem
+from .stages.backward.config import BackwardConfig
 from .stages.chunk_table.config import ChunkTableConfig
 from .stages.group_sum.config import GroupSumConfig
 from .stages.local.config import LocalConfig
@@ -22,14 +24,16 @@ DIMS = (64, 128)
 
 @dataclass(frozen=True)
 class Plan:
-    """The kernels of one backward call, in launch order; group_sum is None when every query head has one value head.
+    """What runs one kind of backward call: `backward` launches all stages.
 
-    packed: whether the call has cu_seqlens.
+    packed: whether the call has cu_seqlens. The stages' own variants launch one stage each, for tests; group_sum is
+    None when every query head has one value head.
     """
 
     key_dim: int
     value_dim: int
     packed: bool
+    backward: Variant
     chunk_table: Variant
     prep: Variant
     scan: Variant
@@ -38,10 +42,21 @@ class Plan:
     group_sum: Variant | None
 
     @property
-    def variants(self) -> tuple[Variant, ...]:
-        """All kernels the plan launches."""
+    def variant(self) -> Variant:
+        """What a call launches."""
+        return self.backward
+
+    @property
+    def stages(self) -> tuple[Variant, ...]:
+        """The stages alone."""
         stages = (self.chunk_table, self.prep, self.scan, self.reverse_scan, self.local)
         return stages if self.group_sum is None else (*stages, self.group_sum)
+
+    @property
+    def config(self) -> BackwardConfig:
+        """The configuration of `backward`."""
+        assert isinstance(self.backward.config, BackwardConfig)
+        return self.backward.config
 
 
 def _variant(arch: str, stage: str, suffix: str, config: object) -> Variant:
@@ -52,19 +67,25 @@ def _variant(arch: str, stage: str, suffix: str, config: object) -> Variant:
 @cache
 def plan_for(arch: str, key_dim: int, value_dim: int, offsets: str, grouped: bool) -> Plan:
     """The plan for one kind of call. offsets: cu_seqlens' dtype, "int64", or "" without it; grouped: HV > H."""
-    dims = f"k{key_dim}_v{value_dim}"
+    dims, shares = f"k{key_dim}_v{value_dim}", "_shares" if grouped else ""
+    config = BackwardConfig(
+        PrepConfig(key_dim, value_dim),
+        ScanConfig(key_dim, value_dim),
+        ReverseScanConfig(key_dim, value_dim),
+        LocalConfig(key_dim, value_dim, partial=grouped),
+        GroupSumConfig(key_dim) if grouped else None,
+    )
     return Plan(
         key_dim=key_dim,
         value_dim=value_dim,
         packed=bool(offsets),
+        backward=_variant(arch, "backward", dims + shares, config),
         chunk_table=_variant(arch, "chunk_table", offsets or "equal", ChunkTableConfig(offsets)),
-        prep=_variant(arch, "prep", dims, PrepConfig(key_dim, value_dim)),
-        scan=_variant(arch, "scan", dims, ScanConfig(key_dim, value_dim)),
-        reverse_scan=_variant(arch, "reverse_scan", dims, ReverseScanConfig(key_dim, value_dim)),
-        local=_variant(
-            arch, "local", dims + ("_shares" if grouped else ""), LocalConfig(key_dim, value_dim, partial=grouped)
-        ),
-        group_sum=_variant(arch, "group_sum", f"k{key_dim}", GroupSumConfig(key_dim)) if grouped else None,
+        prep=_variant(arch, "prep", dims, config.prep),
+        scan=_variant(arch, "scan", dims, config.scan),
+        reverse_scan=_variant(arch, "reverse_scan", dims, config.reverse_scan),
+        local=_variant(arch, "local", dims + shares, config.local),
+        group_sum=_variant(arch, "group_sum", f"k{key_dim}", config.group_sum) if grouped else None,
     )
 
 
@@ -87,18 +108,21 @@ def plan(problem: KdaProblem, arch: str) -> Plan | str:
     )
 
 
-def variants(arch: str) -> tuple[Variant, ...]:
-    """Every kernel that is built ahead of time for an architecture."""
+def _plans(arch: str) -> list[Plan]:
     if arch not in ARCHITECTURES:
-        return ()
-    found: dict[str, Variant] = {}
-    for key_dim in DIMS:
-        for value_dim in DIMS:
-            for offsets in ("", "int64"):
-                for grouped in (False, True):
-                    chosen = plan_for(arch, key_dim, value_dim, offsets, grouped)
-                    found.update((variant.name, variant) for variant in chosen.variants)
-    return tuple(found.values())
+        return []
+    kinds = itertools.product(DIMS, DIMS, ("", "int64"), (False, True))
+    return [plan_for(arch, *kind) for kind in kinds]
+
+
+def variants(arch: str) -> tuple[Variant, ...]:
+    """Every variant that plan() can choose on an architecture."""
+    return tuple(dict.fromkeys(chosen.backward for chosen in _plans(arch)))
+
+
+def stage_variants(arch: str) -> tuple[Variant, ...]:
+    """The stages alone, which tests launch."""
+    return tuple(dict.fromkeys(variant for chosen in _plans(arch) for variant in chosen.stages))
 
 
 def fault_variants(arch: str) -> tuple[Variant, ...]:

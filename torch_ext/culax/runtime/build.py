@@ -178,7 +178,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--only", metavar="PATTERN", help="only variants whose name matches this shell pattern")
     parser.add_argument("--jobs", type=int, default=len(os.sched_getaffinity(0)), help="compiler processes at a time")
     parser.add_argument("--keep", type=Path, metavar="DIR", help="also write NAME.ptx, NAME.cubin and NAME.log there")
-    parser.add_argument("--faults", action="store_true", help="also the fault-injection builds that tests/gpu uses")
+    parser.add_argument(
+        "--faults", action="store_true", help="also what only tests use: single stages, fault-injection builds"
+    )
     parser.add_argument("--output", type=Path, default=AOT, help="folder of the libraries (default: in the package)")
     parser.add_argument("--list", action="store_true", help="print the variants' names and build nothing")
     parser.add_argument(
@@ -199,6 +201,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         variants = enumerate_variants(arch, options.plan or PLAN_MODULES, faults=options.faults)
         if options.only:
             variants = tuple(v for v in variants if fnmatch.fnmatchcase(v.name, options.only))
+        if not variants:
+            print(f"{arch}: no kernels {'of that name' if options.only else 'exist for it'}")
+            continue
         if options.list:
             print(*(variant.name for variant in variants), sep="\n")
             continue

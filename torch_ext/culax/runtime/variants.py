@@ -56,8 +56,9 @@ def enumerate_variants(
 ) -> tuple[Variant, ...]:
     """Return every variant that is built ahead of time for `arch`, in a fixed order.
 
-    Each plan module's ``variants(arch)`` is asked; an op without a plan has none. With `faults`, the fault-injection
-    builds that tests use (``fault_variants(arch)``, where a plan has them) follow.
+    Each plan module's ``variants(arch)`` is asked; an op without a plan has none. With `faults`, what only
+    tests use follows, where a plan has it: ``stage_variants(arch)``, parts of the others, and ``fault_variants(arch)``,
+    fault-injection builds.
 
     Raises:
         ValueError: two variants share a name, or a plan returned one of another architecture.
@@ -68,7 +69,7 @@ def enumerate_variants(
         if importlib.util.find_spec(package) is None or importlib.util.find_spec(name) is None:
             continue
         plan = importlib.import_module(name)
-        for function in ("variants", "fault_variants") if faults else ("variants",):
+        for function in ("variants", "stage_variants", "fault_variants") if faults else ("variants",):
             if hasattr(plan, function):
                 found.extend(getattr(plan, function)(arch))
     by_name: dict[str, Variant] = {}

@@ -1,0 +1,1 @@
+"""A whole backward call from one host function: config, layouts, kernel."""

@@ -1,0 +1,58 @@
+"""What the launch of a whole backward call is compiled for, and its workspace as plain numbers."""
+
+from dataclasses import dataclass
+
+from culax.device.sizes import CHUNK, PADDED_RESULTS, tile_elements
+from culax.kda.stages.group_sum.config import GroupSumConfig
+from culax.kda.stages.local.config import LocalConfig
+from culax.kda.stages.prep.config import PrepConfig
+from culax.kda.stages.reverse_scan.config import ReverseScanConfig
+from culax.kda.stages.scan.config import ScanConfig
+
+ALIGNMENT = 16
+"""Every part of the workspace starts at a multiple of this many bytes."""
+
+
+@dataclass(frozen=True)
+class BackwardConfig:
+    """The stages' configurations; group_sum is None where every query head has one value head."""
+
+    prep: PrepConfig
+    scan: ScanConfig
+    reverse_scan: ReverseScanConfig
+    local: LocalConfig
+    group_sum: GroupSumConfig | None
+
+    @property
+    def tapes(self) -> dict[str, tuple[int, int]]:
+        """Rows and columns of the tapes in bf16, in the order of the workspace."""
+        key, value = self.prep.key_dim, self.prep.value_dim
+        keys, values, states = (CHUNK, key), (CHUNK, value), (key, value)
+        tapes = {"minus_w": keys, "u": values, "qg": keys, "kg": keys}
+        return tapes | {"h": states, "v_new": values, "dh": states, "dvn": values}
+
+    def is_padded(self, name: str) -> bool:
+        """Whether a tape's entries are padded tiles, not images."""
+        return PADDED_RESULTS and name in ("h", "v_new", "dh", "dvn")
+
+    def tape_bytes(self, name: str) -> int:
+        """Bytes of a tape for one chunk and value head; "decay" is fp32."""
+        if name == "decay":
+            return 4 * self.prep.key_dim
+        rows, columns = self.tapes[name]
+        return 2 * (tile_elements(rows, columns) if self.is_padded(name) else rows * columns)
+
+    def workspace_bytes(self, chunks: int, sequences: int, rows: int, value_heads: int) -> int:
+        """Bytes of a call's workspace; rows: batch times tokens.
+
+        In order: the tapes, decay, the shares of dq and dk where there is a group sum, the chunk table with a row more
+        before and behind, and the sequences' offsets and first chunks.
+        """
+        tapes = sum(map(self.tape_bytes, (*self.tapes, "decay"))) * chunks * value_heads
+        shares = 0 if self.group_sum is None else 2 * 4 * rows * value_heads * self.prep.key_dim
+        return tapes + shares + ALIGNMENT * (chunks + 2) + 2 * vector_bytes(sequences)
+
+
+def vector_bytes(sequences: int) -> int:
+    """Bytes of N + 1 int32 numbers, filled up to a whole number of alignments."""
+    return (4 * (sequences + 1) + ALIGNMENT - 1) // ALIGNMENT * ALIGNMENT

@@ -1,0 +1,167 @@
+"""The launch of a whole backward call: chunk table, prep, scan, reverse scan, local, group sum, on one stream.
+
+One host function, so that every tensor crosses from Python once; the stages' kernels are compiled into it as their own
+entries compile them.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Int32, Int64
+
+from culax.device import fakes
+from culax.device.sizes import CHUNK
+from culax.kda.stages.backward import layouts
+from culax.kda.stages.backward.config import BackwardConfig
+from culax.kda.stages.chunk_table import kernel as chunk_table
+from culax.kda.stages.chunk_table.config import ChunkTableConfig
+from culax.kda.stages.group_sum import kernel as group_sum
+from culax.kda.stages.local import kernel as local
+from culax.kda.stages.prep import kernel as prep
+from culax.kda.stages.reverse_scan import kernel as reverse_scan
+from culax.kda.stages.scan import kernel as scan
+
+
+@dataclass(frozen=True)
+class Stages:
+    """The stages' host functions."""
+
+    packed_table: Any
+    equal_table: Any
+    prep: Any
+    scan: Any
+    reverse_scan: Any
+    local: Any
+    group_sum: Any
+
+
+def _stages(config: BackwardConfig) -> Stages:
+    return Stages(
+        packed_table=chunk_table.entry(ChunkTableConfig("int64"))[0],
+        equal_table=chunk_table.entry(ChunkTableConfig(""))[0],
+        prep=prep.entry(config.prep)[0],
+        scan=scan.entry(config.scan)[0],
+        reverse_scan=reverse_scan.entry(config.reverse_scan)[0],
+        local=local.entry(config.local)[0],
+        group_sum=None if config.group_sum is None else group_sum.entry(config.group_sum)[0],
+    )
+
+
+def _sizes(q: cute.Tensor, v: cute.Tensor, offsets: cute.Tensor) -> tuple[layouts.Sizes, Int32]:
+    """The call's sizes, and whether (1 or 0) its sequences are packed: equal ones come without offsets."""
+    batch, tokens, value_heads = q.shape[0], q.shape[1], v.shape[2]
+    packed = cutlass.min(offsets.shape[0], 1)
+    sequences = packed * (offsets.shape[0] - 1) + (1 - packed) * batch
+    each = (tokens + CHUNK - 1) // CHUNK
+    chunks = packed * (each + sequences) + (1 - packed) * each * batch
+    return layouts.Sizes(chunks, sequences, chunks + 2 * packed, batch * tokens, value_heads), packed
+
+
+def _share(share: cute.Tensor, like: cute.Tensor) -> cute.Tensor:
+    """A vector as [B, T, HV, K]."""
+    batch, tokens, heads, key_dim = like.shape
+    row = Int64(heads) * key_dim
+    stride = tuple(cute.assume(step, divby=4) for step in (tokens * row, row, Int64(key_dim)))
+    stride = (*stride, 1)
+    return cute.make_tensor(share.iterator, cute.make_layout((batch, tokens, heads, key_dim), stride=stride))
+
+
+def _grouped(share: cute.Tensor, dq: cute.Tensor, value_heads: Int32) -> cute.Tensor:
+    """A vector as [B T H, group, K]."""
+    batch, tokens, heads, key_dim = dq.shape
+    group = value_heads // heads
+    stride = (cute.assume(Int64(group) * key_dim, divby=key_dim), key_dim, 1)
+    return cute.make_tensor(share.iterator, cute.make_layout((batch * tokens * heads, group, key_dim), stride=stride))
+
+
+def _rows(dq: cute.Tensor) -> cute.Tensor:
+    """A contiguous [B, T, H, K] as [B T H, K]."""
+    batch, tokens, heads, key_dim = dq.shape
+    return cute.make_tensor(dq.iterator, cute.make_layout((batch * tokens * heads, key_dim), stride=(key_dim, 1)))
+
+
+def _no_states(states: cute.Tensor) -> cute.Tensor:
+    """States that are not wanted: none of the shape's."""
+    _, heads, key_dim, value_dim = states.shape
+    stride = (Int64(heads) * key_dim * value_dim, key_dim * value_dim, value_dim, 1)
+    return cute.make_tensor(states.iterator, cute.make_layout((Int32(0), heads, key_dim, value_dim), stride=stride))
+
+
+def entry(config: BackwardConfig) -> tuple:
+    """The function to compile and its fake arguments: (do, dht, q, k, v, g, beta, Aqk, Akk, initial, offsets,
+    workspace, dq, dk, dv, dg, dbeta, dh0, scale, stream).
+
+    offsets: cu_seqlens in int64, without elements for sequences of equal length; workspace: int8, as large as
+    BackwardConfig.workspace_bytes says; gradients are contiguous; absent states have no elements.
+    """
+    stages = _stages(config)
+
+    @cute.jit
+    def backward(
+        do: cute.Tensor,
+        dht: cute.Tensor,
+        q: cute.Tensor,
+        k: cute.Tensor,
+        v: cute.Tensor,
+        g: cute.Tensor,
+        beta: cute.Tensor,
+        aqk: cute.Tensor,
+        akk: cute.Tensor,
+        initial: cute.Tensor,
+        offsets: cute.Tensor,
+        workspace: cute.Tensor,
+        dq: cute.Tensor,
+        dk: cute.Tensor,
+        dv: cute.Tensor,
+        dg: cute.Tensor,
+        dbeta: cute.Tensor,
+        dh0: cute.Tensor,
+        scale: cutlass.Float32,
+        stream,
+    ) -> None:
+        sizes, packed = _sizes(q, v, offsets)
+        t = layouts.cut(config, workspace, sizes)
+        if packed > 0:
+            stages.packed_table(offsets, t.tokens_of, t.bounds, t.table, q.shape[1], stream)
+        else:
+            stages.equal_table(t.bounds, t.table, q.shape[1], stream)
+        stages.prep(q, k, v, g, beta, akk, t.table, t.minus_w, t.u, t.qg, t.kg, t.decay, scale, stream)
+        stages.scan(t.minus_w, t.u, t.kg, t.decay, t.bounds, initial, t.h, t.v_new, _no_states(initial), stream)
+        stages.reverse_scan(t.qg, t.minus_w, t.kg, t.decay, do, aqk, t.table, t.bounds, dht, t.dh, t.dvn, dh0, stream)
+        dqk = (dq, dk)
+        if cutlass.const_expr(config.group_sum is not None):
+            dqk = tuple(_share(share, g) for share in t.shares)
+        stages.local(
+            *(q, k, v, g, beta, do, akk, t.v_new, t.dvn, t.h, t.dh, t.table), *dqk, dv, dg, dbeta, scale, stream
+        )
+        if cutlass.const_expr(config.group_sum is not None):
+            shares = tuple(_grouped(share, dq, v.shape[2]) for share in t.shares)
+            stages.group_sum(*shares, _rows(dq), _rows(dk), stream)
+
+    key, value = config.prep.key_dim, config.prep.value_dim
+    bf16, fp32 = cutlass.BFloat16, cutlass.Float32
+    states = [fakes.compact(key, value) for _ in range(3)]
+    return backward, (
+        fakes.rows(bf16, value),
+        states[0],
+        fakes.rows(bf16, key),
+        fakes.rows(bf16, key),
+        fakes.rows(bf16, value),
+        fakes.rows(fp32, key),
+        fakes.column(fp32),
+        fakes.rows(bf16, CHUNK),
+        fakes.rows(bf16, CHUNK),
+        states[1],
+        fakes.vector(Int64),
+        fakes.buffer(),
+        fakes.rows(bf16, key),
+        fakes.rows(bf16, key),
+        fakes.rows(bf16, value),
+        fakes.rows(fp32, key),
+        fakes.column(fp32),
+        states[2],
+        fp32(1.0),
+        fakes.stream(),
+    )
