@@ -12,8 +12,12 @@ from benchmarks.case import Case, Gate, Inputs, Outputs, Prepare
 NORM_FLOOR = 0.05
 
 
-def group_errors(got: torch.Tensor, truth: torch.Tensor, group_dims: tuple[int, ...]) -> torch.Tensor:
+def group_errors(
+    got: torch.Tensor, truth: torch.Tensor, group_dims: tuple[int, ...], scale: torch.Tensor | None = None
+) -> torch.Tensor:
     """Relative Frobenius error of each group; `group_dims` index the groups, the other dimensions are reduced.
+
+    `scale` (of truth's shape) takes truth's place as what errors are relative to, where truth is a sum that cancels.
 
     Returns a float64 tensor of the groups' shape; NaN and infinities in `got` come out as infinity.
     """
@@ -21,19 +25,26 @@ def group_errors(got: torch.Tensor, truth: torch.Tensor, group_dims: tuple[int, 
         raise ValueError(f"expected shape {tuple(truth.shape)}, got {tuple(got.shape)}")
     dims = [d for d in range(truth.dim()) if d not in group_dims]
     difference = torch.linalg.vector_norm(got.double() - truth.double(), dim=dims) if dims else (got - truth).abs()
-    norm = torch.linalg.vector_norm(truth.double(), dim=dims) if dims else truth.double().abs()
+    base = (truth if scale is None else scale).double()
+    norm = torch.linalg.vector_norm(base, dim=dims) if dims else base.abs()
     floor = NORM_FLOOR * norm.square().mean().sqrt() if norm.numel() else norm.new_zeros(())
-    scale = norm.maximum(floor)
     # Exact zeros must be met exactly: 0/0 is no error, x/0 is an infinite one.
-    errors = torch.where(difference == 0, torch.zeros_like(difference), difference / scale)
+    errors = torch.where(difference == 0, torch.zeros_like(difference), difference / norm.maximum(floor))
     return torch.nan_to_num(errors, nan=torch.inf, posinf=torch.inf)
 
 
-def worst(outputs: Outputs, truth: Outputs, groups: Mapping[str, tuple[int, ...]], bound: float) -> Gate:
-    """Gate over all outputs named in `truth`: the worst group anywhere must stay within `bound`."""
+def worst(
+    outputs: Outputs,
+    truth: Outputs,
+    groups: Mapping[str, tuple[int, ...]],
+    bound: float,
+    scales: Mapping[str, torch.Tensor] | None = None,
+) -> Gate:
+    """Gate over all outputs named in `truth`: the worst group anywhere must stay within `bound` (see group_errors)."""
+    scales = scales or {}
     error, place = 0.0, "none"
     for name, expected in truth.items():
-        errors = group_errors(outputs[name], expected, groups[name])
+        errors = group_errors(outputs[name], expected, groups[name], scales.get(name))
         if errors.numel() and (peak := errors.max().item()) >= error:
             index = torch.unravel_index(errors.argmax(), errors.shape)
             error, place = peak, f"{name}[{', '.join(str(int(i)) for i in index)}]"
