@@ -219,6 +219,15 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
+def _save(args: argparse.Namespace, results: list[Result], device: str) -> None:
+    """Write what was asked for from the results so far."""
+    if args.output:
+        args.output.parent.mkdir(parents=True, exist_ok=True)
+        args.output.write_text(json.dumps(document(results, device, args.commit or roofline.commit()), indent=1) + "\n")
+    if args.summary:
+        summary.merge(args.summary, summary.fields(results))
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line. Returns 0 only if every implementation of ours that ran was right."""
     args = _parser().parse_args(argv)
@@ -239,14 +248,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         for case in chosen:
             progress.update(task, description=case.name)
             results += measure_case(case, settings, args.impl)
+            _save(args, results, device)  # at once: a fault of the device in a later case ends the process
             progress.advance(task)
     # Piped output has no width of its own: take what the table needs.
     Console(width=None if sys.stdout.isatty() else 180).print(table(results))
-    if args.output:
-        args.output.parent.mkdir(parents=True, exist_ok=True)
-        args.output.write_text(json.dumps(document(results, device, args.commit or roofline.commit()), indent=1) + "\n")
-    if args.summary:
-        summary.merge(args.summary, summary.fields(results))
     ours = [r for r in results if r.implementation == "culax"]
     return int(not ours or any(r.gate is None or not r.gate.ok or r.reason for r in ours))
 

@@ -84,7 +84,10 @@ class WgradCase:
         return {"dw": torch.stack(products)}
 
     def implementations(self) -> Mapping[str, Prepare | Peer]:
-        """Ours, torch's grouped_mm, and QuACK with either scheduler."""
+        """Ours, torch's grouped_mm, and QuACK with either scheduler; ours alone where K-major groups are unaligned."""
+        if self.k_major and self.multiple % 8:
+            refused = Peer(None, "takes K-major groups of whole 16 bytes only: a device assertion, or a fault")
+            return {"culax": self._ours, "torch": refused, "quack": refused}
         return {
             "culax": self._ours,
             "torch": peers.torch_grouped_mm,
