@@ -62,7 +62,7 @@ def test_taken_problems_get_a_variant_that_is_built(changes: dict) -> None:
 
 
 REFUSED = {
-    "other_arch": ("sm_100a", {}, "sm_100a"),
+    "other_arch": ("sm_100a", {}, "takes block-scaled ones"),
     "scaled": ("sm_90a", {"block": 32}, "block-scaled"),
     "fp32_operands": ("sm_90a", {"a_dtype": torch.float32, "b_dtype": torch.float32}, "float32 operands"),
     "odd_m": ("sm_90a", {"m": 252}, "M = 252"),
@@ -100,4 +100,3 @@ def test_variants_are_complete_and_named_apart() -> None:
     # 2 operand dtypes x (3 outputs + fp32 accumulation) x 5 operand layouts x dense or list
     assert len(built) == 2 * 4 * 5 * 2
     assert all(not variant.config.fault and not variant.config.poison for variant in built)
-    assert plan.variants("sm_100a") == () and plan.fault_variants("sm_100a") == ()

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from culax.grouped_wgrad import plan_sm100
 from culax.grouped_wgrad.problem import WgradProblem
 from culax.grouped_wgrad.stages.gemm.config import DESCRIPTOR_BYTES, MAX_EXPERTS, MAX_TOKENS, Config
 from culax.runtime.variants import Variant
@@ -44,8 +45,8 @@ class Plan:
 
 def plan(problem: WgradProblem, arch: str) -> Plan | str:
     """The plan of a CUDA problem on `arch`, or a sentence that says why the kernel cannot take it."""
-    if arch != ARCH:
-        return f"the grouped weight-gradient kernel is built for {ARCH}, not {arch}"
+    if arch in plan_sm100.ARCHS:
+        return plan_sm100.unused(problem, arch)
     if problem.block:
         return "block-scaled operands are dequantised on the torch path"
     if problem.a_dtype not in OPERANDS or problem.b_dtype != problem.a_dtype or problem.out_dtype not in OUTPUTS:
@@ -109,9 +110,9 @@ LAYOUTS = (("mn", "mn", False), ("k", "k", False), ("mn", "k", False), ("k", "mn
 
 
 def variants(arch: str) -> tuple[Variant, ...]:
-    """Every variant that plan() can choose on `arch`."""
+    """Every variant that plan() can choose on `arch`; for SM100 those made for it, unverified and not chosen."""
     if arch != ARCH:
-        return ()
+        return plan_sm100.variants(arch)
     return tuple(
         variant(_config(dtype, out_dtype, layout, discrete, accumulate))
         for dtype in OPERANDS.values()
@@ -125,7 +126,7 @@ def variants(arch: str) -> tuple[Variant, ...]:
 def fault_variants(arch: str) -> tuple[Variant, ...]:
     """Builds with a planted fault or with poisoned stages, which tests ask for by name; plan() never returns them."""
     if arch != ARCH:
-        return ()
+        return plan_sm100.fault_variants(arch)
     plain, ragged = LAYOUTS[0], LAYOUTS[-1]
     add = {"out_dtype": "float32", "accumulate": True}
     store = {"out_dtype": "bfloat16", "accumulate": False}

@@ -29,7 +29,8 @@ def fill(
 ):
     """target (X, tile_k) in shared memory = rows `first`.. and tokens `start`.. of a group.
 
-    Done by `threads` threads, numbered from a multiple of their count. Rows past X and tokens past `length` become zeros; what is there is not read.
+    Done by `threads` threads, numbered from a multiple of their count. Rows past X and tokens past `length` become
+    zeros; what is there is not read.
     """
     rows = group.shape[0]
     width: cutlass.Constexpr = cute.size(target, mode=[1])

@@ -1,0 +1,1 @@
+"""SM100 block-scaled grouped weight-gradient GEMM: config, layouts, roles, kernel."""
