@@ -11,7 +11,9 @@ import torch
 from torch import Tensor
 
 from culax.grouped_wgrad import launch, plan
+from culax.reference.block_scaled import Scales
 from culax.runtime.variants import Variant
+from tests import quantize
 from tests.gpu.wgrad_problems import DEVICE, DTYPES, VARIANTS, Outputs, Sizes, arranged, offsets, plan_of
 
 M, N, REPLAYS = 256, 512, 8
@@ -21,6 +23,12 @@ CASES = [
     for layout in ("mn_mn", "k_k", "ragged")
     for discrete in ("", "_list")
     for out, add in (("bf16", ""), ("fp32", ""), ("fp32", "_add"))
+]
+SCALED = [
+    f"wgrad_mx_e4m3_e4m3_{out}_{layout}{discrete}{add}_sm90"
+    for layout in ("2d", "ragged")
+    for discrete in ("", "_list")
+    for out, add in (("bf16", ""), ("fp32", "_add"))
 ]
 FAULTS = [variant.name for variant in plan.fault_variants("sm_90a") if variant.config.fault.startswith("no_acquire")]
 
@@ -49,9 +57,37 @@ class Call:
         return (self.outputs.stacked().double() != self.expected).sum()
 
 
+class ScaledCall(Call):
+    """The same with fp8 operands and one scale for each: k_e * a * b * 2^x * 2^y (+ what was there). Pads are NaN."""
+
+    def __init__(self, variant: Variant, experts: tuple[int, ...], a: float, b: float) -> None:
+        sizes, config = Sizes(M, N, experts), variant.config
+        sides = []
+        for rows, value, exponent in ((M, a, int(2 * a)), (N, b, -int(2 * b))):
+            codes = torch.full((rows, sizes.tokens), value).to(torch.float8_e4m3fn).view(torch.uint8)
+            blocks = [torch.full((rows, -(-k // 32)), 127 + exponent, dtype=torch.uint8) for k in experts]
+            scale = torch.cat([quantize.swizzle(block, 0xFF) for block in blocks]).view(
+                quantize.round_up(rows, 128), -1
+            )
+            sides.append((codes.to(DEVICE).view(torch.float8_e4m3fn), scale.to(DEVICE).view(torch.float8_e8m0fnu)))
+        (self.mat_a, scale_a), (columns, scale_b) = sides
+        self.mat_b, self.offs = columns.t(), offsets(experts)
+        self.scales = Scales(scale_a, scale_b, None, None, "padded")
+        self.plan = plan_of(variant, sizes, (self.mat_a, self.mat_b), ("padded", 32))
+        self.poison = 3.0 if config.accumulate else float("nan")
+        self.outputs = Outputs(config, sizes, self.poison)
+        product = a * b * 2.0 ** (int(2 * a) - int(2 * b))
+        sums = torch.tensor(experts, device=DEVICE) * product + (self.poison if config.accumulate else 0.0)
+        self.expected = sums[:, None, None]
+
+    def __call__(self) -> None:
+        launch.run(self.plan, self.outputs.given, self.mat_a, self.mat_b, self.offs, self.scales)
+
+
 def wrong_elements(name: str) -> tuple[list[int], list[int]]:
     """Wrong elements of both calls: after each of 3 eager rounds, and after each replay of one graph of both."""
-    calls = [Call(VARIANTS[name], *description) for description in CALLS]
+    kind = ScaledCall if "_mx_" in name else Call
+    calls = [kind(VARIANTS[name], *description) for description in CALLS]
 
     def poison() -> None:
         for call in calls:
@@ -79,7 +115,7 @@ def wrong_elements(name: str) -> tuple[list[int], list[int]]:
     return eager, replayed
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", CASES + SCALED)
 def test_two_calls_in_one_graph_are_exact(name: str) -> None:
     assert wrong_elements(name) == ([0] * 3, [0] * REPLAYS)
 

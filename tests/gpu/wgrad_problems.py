@@ -93,24 +93,30 @@ class Outputs:
         return bool((self._buffer[:, :GUARD] == 7).all() and (self._buffer[:, -GUARD:] == 7).all())
 
 
-def plan_of(variant: Variant, sizes: Sizes) -> plan.Plan:
-    """A plan that runs exactly this variant, fault builds included."""
+def plan_of(
+    variant: Variant, sizes: Sizes, operands: tuple[Tensor, Tensor] | None = None, scaling: tuple[str, int] = ("", 0)
+) -> plan.Plan:
+    """A plan that runs exactly this variant, fault builds included; scaling = (scale layout, block) of `operands`."""
     config = variant.config
     a_strides = (1, sizes.m) if config.a_major == "mn" else (sizes.tokens, 1)
     b_strides = (sizes.n, 1) if config.b_major == "mn" else (1, sizes.tokens)
+    dtypes = DTYPES[config.dtype], DTYPES[config.dtype]
+    if operands is not None:
+        a_strides, b_strides = (tuple(operand.stride()) for operand in operands)
+        dtypes = operands[0].dtype, operands[1].dtype
     problem = WgradProblem(
         m=sizes.m,
         n=sizes.n,
         tokens=sizes.tokens,
         experts=len(sizes.experts),
-        a_dtype=DTYPES[config.dtype],
-        b_dtype=DTYPES[config.dtype],
+        a_dtype=dtypes[0],
+        b_dtype=dtypes[1],
         out_dtype=DTYPES[config.out_dtype],
         a_strides=a_strides,
         b_strides=b_strides,
         operand_layout="ragged" if config.ragged else "2d",
-        scale_layout="",
-        block=0,
+        scale_layout=scaling[0],
+        block=scaling[1],
         discrete=config.discrete,
         accumulate=config.accumulate,
         device_type="cuda",

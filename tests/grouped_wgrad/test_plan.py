@@ -61,9 +61,36 @@ def test_taken_problems_get_a_variant_that_is_built(changes: dict) -> None:
     assert config.ragged == (changes.get("operand_layout") == "ragged")
 
 
+MX = {
+    "a_dtype": torch.float8_e4m3fn,
+    "b_dtype": torch.float8_e5m2,
+    "a_strides": (T, 1),
+    "b_strides": (1, T),
+    "block": 32,
+    "scale_layout": "padded",
+    "out_dtype": torch.float32,
+}
+
+
+def test_block_scaled_problems_get_their_variants() -> None:
+    chosen = plan.plan(changed(**MX), "sm_90a")
+    assert chosen.variant.name == "wgrad_mx_e4m3_e5m2_fp32_2d_sm90"
+    fp4 = {
+        "a_dtype": torch.float4_e2m1fn_x2,
+        "b_dtype": torch.float4_e2m1fn_x2,
+        "block": 16,
+        "operand_layout": "ragged",
+    }
+    chosen = plan.plan(changed(**{**MX, **fp4}, discrete=True, accumulate=True), "sm_90a")
+    assert chosen.variant.name == "wgrad_nvfp4_fp32_ragged_list_add_sm90"
+    assert chosen.variant in plan.variants("sm_90a")
+
+
 REFUSED = {
     "other_arch": ("sm_100a", {}, "takes block-scaled ones"),
-    "scaled": ("sm_90a", {"block": 32}, "block-scaled"),
+    "scaled_token_major": ("sm_90a", {**MX, "a_strides": (1, M)}, "`mat_a` has strides"),
+    "scaled_pitch": ("sm_90a", {**MX, "b_strides": (1, T + 8)}, "`mat_b` has strides"),
+    "scaled_too_many_experts": ("sm_90a", {**MX, "experts": 513}, "513 experts"),
     "fp32_operands": ("sm_90a", {"a_dtype": torch.float32, "b_dtype": torch.float32}, "float32 operands"),
     "odd_m": ("sm_90a", {"m": 252}, "M = 252"),
     "odd_n": ("sm_90a", {"n": 4}, "N = 4"),
@@ -97,6 +124,7 @@ def test_variants_are_complete_and_named_apart() -> None:
     built = plan.variants("sm_90a")
     names = [variant.name for variant in built + plan.fault_variants("sm_90a")]
     assert len(set(names)) == len(names)
-    # 2 operand dtypes x (3 outputs + fp32 accumulation) x 5 operand layouts x dense or list
-    assert len(built) == 2 * 4 * 5 * 2
+    # Plain: 2 operand dtypes x (3 outputs + fp32 accumulation) x 5 operand layouts x dense or list; block-scaled: 4
+    # pairs of fp8 formats and fp4, 2 operand layouts.
+    assert len(built) == 2 * 4 * 5 * 2 + 5 * 4 * 2 * 2
     assert all(not variant.config.fault and not variant.config.poison for variant in built)

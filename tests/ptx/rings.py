@@ -1,9 +1,11 @@
 """Stages of shared memory that TMA fills and wgmma reads: released only when read, and always released.
 
 Producer threads tell which barrier guards which bytes: what they wait on before a TMA load is the stage's empty
-barrier, what the load signals is its full barrier. Consumer threads must wait on the full barrier before a wgmma reads
-those bytes, must not arrive at the empty barrier while a wgmma that reads them may be in flight, and must arrive at it
-before they wait for the same stage's next filling.
+barrier, what the load signals is its full barrier. Threads that store 16 bytes at a time to shared memory and arrive at
+a barrier, and neither load by TMA nor multiply, fill stages too: what they wait on and isn't filled by TMA is the empty
+barrier, what they arrive at and doesn't free a TMA stage the full one. Consumer threads must wait on the full barrier
+before a wgmma reads those bytes, must not arrive at the empty barrier while a wgmma that reads them may be in flight,
+and must arrive at it before they wait for the same stage's next filling.
 """
 
 from __future__ import annotations
@@ -51,7 +53,13 @@ def _matrix_operands(instruction: Instruction) -> tuple[str, ...]:
     return tuple(argument for argument in instruction.args[1:3] if not argument.startswith("{"))
 
 
-def _events(kernel: Kernel) -> dict[int, tuple[str, ...]]:
+def is_store(instruction: Instruction) -> bool:
+    """An ordinary store of 16 bytes to shared memory: what operands of a wgmma are written with."""
+    return instruction.op.startswith("st.shared.v4")
+
+
+def _events(kernel: Kernel, stores: bool = False) -> dict[int, tuple[str, ...]]:
+    """Events with the operands that matter; stores to shared memory too where asked."""
     found: dict[int, tuple[str, ...]] = {}
     for i in kernel.instructions:
         if is_load(i):
@@ -64,6 +72,8 @@ def _events(kernel: Kernel) -> dict[int, tuple[str, ...]]:
             found[i.index] = _matrix_operands(i)
         elif i.op.startswith(("wgmma.commit", "wgmma.wait")):
             found[i.index] = ()
+        elif stores and is_store(i):
+            found[i.index] = i.args[:1]
     return found
 
 
@@ -112,6 +122,8 @@ class _Rings:
         self.kernel = kernel
         self.machine = Machine(kernel, _events(kernel))
         self.ring = Ring()
+        self.tma_empty: frozenset[int] = frozenset()
+        self.tma_full: frozenset[int] = frozenset()
         self.found: dict[tuple[int, str], Finding] = {}
         self.arrived: set[int] = set()  # full barriers of stages that the followed warpgroup releases
         self.waited: dict[int, set[int]] = defaultdict(set)  # full barriers waited on, by waiting instruction
@@ -201,17 +213,45 @@ class _Rings:
         self.arrived |= released
         return replace(state, held=frozenset(h for h in state.held if h[0] not in released))
 
+    def convert(self, instruction: Instruction, read: Reader, state: _Producer) -> _Producer:
+        """As `produce`, for threads that fill stages with ordinary stores."""
+        if is_store(instruction):
+            target = read.address(instruction.args[0])
+            for barrier in state.waited if target is not None else ():
+                self.ring.regions[barrier].add(target or 0)
+            return replace(state, signalled=True)
+        barrier = read.address(_barrier(instruction)) if is_wait(instruction) or is_arrive(instruction) else None
+        loaded = self.tma_full if is_wait(instruction) else self.tma_empty
+        if barrier is None or barrier in loaded:
+            return state
+        if is_wait(instruction):
+            return _Producer((frozenset() if state.signalled else state.waited) | {barrier})
+        for empty in state.waited:
+            self.ring.full[empty].add(barrier)
+        return replace(state, signalled=True)
+
+    def _follow_converters(self) -> None:
+        """Follow the threads that fill stages with ordinary stores, once it is known what TMA fills."""
+        machine = Machine(self.kernel, _events(self.kernel, stores=True))
+        self.tma_empty = frozenset(self.ring.full)
+        self.tma_full = frozenset().union(*self.ring.full.values())
+        for tid in warp_leaders(self.kernel):
+            reached = [self.kernel.instructions[index] for index in machine.reached(tid)]
+            others = any(is_load(i) or i.op.startswith("wgmma.mma") for i in reached)
+            if not others and any(map(is_store, reached)) and any(map(is_arrive, reached)):
+                machine.follow(tid, _Producer(), self.convert)
+
     def roles(self) -> tuple[list[int], list[int]]:
         """Warp leaders that reach a TMA load, and those that reach a wgmma; of a warpgroup's that do the same, one."""
-        producers, consumers = [], []
-        roles = {(tid // 128, self.machine.reached(tid)): tid for tid in reversed(warp_leaders(self.kernel))}
-        for (_, reached), tid in sorted(roles.items(), key=lambda item: item[1]):
+        producers, consumers = [], {}
+        for tid in warp_leaders(self.kernel):
+            reached = self.machine.reached(tid)
             instructions = [self.kernel.instructions[index] for index in reached]
             if any(map(is_load, instructions)):
                 producers.append(tid)
             if any(i.op.startswith("wgmma.mma") for i in instructions):
-                consumers.append(tid)
-        return producers, consumers
+                consumers.setdefault((tid // 128, reached), tid)
+        return producers, sorted(consumers.values())
 
     def check(self) -> list[Finding]:
         producers, consumers = self.roles()
@@ -223,6 +263,7 @@ class _Rings:
             self.machine.rank = rank
             for tid in producers:
                 self.machine.follow(tid, _Producer(), self.produce)
+        self._follow_converters()
         for index in self.ring.unclear:
             self.report("drain", self.kernel.instructions[index], "where it writes or what it signals isn't known")
         warpgroups: dict[int, list[int]] = defaultdict(list)

@@ -12,7 +12,11 @@ from tests.ptx.conftest import Builds
 pytestmark = pytest.mark.timeout(3600)
 
 # Kernels that between them have every kind of instruction whose loss must show.
-NAMES = ("wgrad_bf16_bf16_mn_mn_list_sm90", "wgrad_bf16_bf16_ragged_list_sm90")
+NAMES = (
+    "wgrad_bf16_bf16_mn_mn_list_sm90",
+    "wgrad_bf16_bf16_ragged_list_sm90",
+    "wgrad_mx_e4m3_e4m3_bf16_2d_list_sm90",
+)
 SCANS = ("kda_scan_k128_v128_sm90a", "kda_reverse_scan_k128_v128_sm90a")
 RING_KINDS = (
     "drop-stage-release",

@@ -8,6 +8,7 @@ from array import array
 import torch
 from torch import Tensor
 
+from culax.grouped_wgrad import scaled
 from culax.grouped_wgrad.plan import Plan
 from culax.reference.block_scaled import Scales
 from culax.runtime import load
@@ -35,7 +36,6 @@ def run(
 
     Outputs that are not dense matrices at 16-byte aligned addresses go through a copy.
     """
-    assert scales is None, "plan() refuses block-scaled operands"
     problem = plan.problem
     if problem.experts == 0 or problem.m == 0 or problem.n == 0:
         return
@@ -45,15 +45,22 @@ def run(
                 out.zero_()
         return
     if mat_a.device.index == torch.cuda.current_device():
-        _run(plan, outs, mat_a, mat_b, offs)
+        _run(plan, outs, mat_a, mat_b, offs, scales)
     else:
         with torch.cuda.device(mat_a.device):
-            _run(plan, outs, mat_a, mat_b, offs)
+            _run(plan, outs, mat_a, mat_b, offs, scales)
 
 
-def _run(plan: Plan, outs: Tensor | list[Tensor], mat_a: Tensor, mat_b: Tensor, offs: Tensor) -> None:
+def _run(
+    plan: Plan, outs: Tensor | list[Tensor], mat_a: Tensor, mat_b: Tensor, offs: Tensor, scales: Scales | None
+) -> None:
     problem = plan.problem
-    if (mat_a.data_ptr() | mat_b.data_ptr()) % 16 or problem.tokens == 1:
+    more: tuple = ()
+    if scales is not None:
+        mat_a = scaled.aligned(mat_a, plan.config.ragged)
+        mat_b = scaled.aligned(mat_b.t(), plan.config.ragged).t()
+        more = scaled.arguments(scales)
+    elif (mat_a.data_ptr() | mat_b.data_ptr()) % 16 or problem.tokens == 1:
         mat_a, mat_b = _operand(mat_a, plan.config.a_major), _operand(mat_b.t(), plan.config.b_major).t()
     if offs.dtype is not torch.int32:
         offs = offs.clamp(0, problem.tokens).to(torch.int32)
@@ -65,12 +72,13 @@ def _run(plan: Plan, outs: Tensor | list[Tensor], mat_a: Tensor, mat_b: Tensor, 
     sms = multiprocessors(mat_a.device.index)
     if isinstance(outs, Tensor):
         target = outs if _addressable(outs) else outs.clone(memory_format=torch.contiguous_format)
-        kernel(plan)(mat_a, mat_b, offs, target, workspace, sms)
+        kernel(plan)(mat_a, mat_b, offs, target, workspace, sms, *more)
         if target is not outs:
             outs.copy_(target)
         return
     targets = [out if _addressable(out) else out.clone(memory_format=torch.contiguous_format) for out in outs]
-    kernel(plan)(mat_a, mat_b, offs, host_vector([target.data_ptr() for target in targets]), workspace, sms)
+    addresses = host_vector([target.data_ptr() for target in targets])
+    kernel(plan)(mat_a, mat_b, offs, addresses, workspace, sms, *more)
     for out, target in zip(outs, targets):
         if target is not out:
             out.copy_(target)
@@ -110,15 +118,15 @@ def host_vector(addresses: list[int]) -> Tensor:
 
 def warm(plan: Plan, device: torch.device) -> None:
     """Load the plan's kernel onto the devices by one call on tensors of its own, outside a capture."""
-    config = plan.config
-    dtype, out_dtype = plan.problem.a_dtype, plan.problem.out_dtype
+    config, problem = plan.config, plan.problem
     with torch.cuda.device(device):
-        a = torch.zeros((8, 8), dtype=dtype, device=device)
-        out = torch.zeros((1, 8, 8), dtype=out_dtype, device=device)
+        a, b = (scaled.zeros(16, dtype, device) for dtype in (problem.a_dtype, problem.b_dtype))
+        out = torch.zeros((1, 16, 16), dtype=problem.out_dtype, device=device)
         offs = torch.zeros(1, dtype=torch.int32, device=device)
         slots = config.slots
         workspace = torch.empty((1, slots, 16), dtype=torch.int64, device=device) if slots else None
         target = host_vector([out.data_ptr()]) if config.discrete else out
         sms = multiprocessors(a.device.index)
-        mat_a, mat_b = a if config.a_major == "k" else a.t(), a if config.b_major == "mn" else a.t()
-        kernel(plan)(mat_a, mat_b, offs, target, workspace, sms)
+        mat_a, mat_b = a if config.a_major == "k" else a.t(), b if config.b_major == "mn" else b.t()
+        more = scaled.arguments(scaled.no_scales(problem, device)) if problem.block else ()
+        kernel(plan)(mat_a, mat_b, offs, target, workspace, sms, *more)

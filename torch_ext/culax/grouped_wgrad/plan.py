@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from culax.grouped_wgrad import plan_sm100
+from culax.grouped_wgrad import plan_scaled, plan_sm100
 from culax.grouped_wgrad.problem import WgradProblem
 from culax.grouped_wgrad.stages.gemm.config import DESCRIPTOR_BYTES, MAX_EXPERTS, MAX_TOKENS, Config
 from culax.runtime.variants import Variant
@@ -47,9 +47,8 @@ def plan(problem: WgradProblem, arch: str) -> Plan | str:
     """The plan of a CUDA problem on `arch`, or a sentence that says why the kernel cannot take it."""
     if arch in plan_sm100.ARCHS:
         return plan_sm100.unused(problem, arch)
-    if problem.block:
-        return "block-scaled operands are dequantised on the torch path"
-    if problem.a_dtype not in OPERANDS or problem.b_dtype != problem.a_dtype or problem.out_dtype not in OUTPUTS:
+    plain = problem.a_dtype in OPERANDS and problem.b_dtype == problem.a_dtype and problem.out_dtype in OUTPUTS
+    if not problem.block and not plain:
         return f"{problem.a_dtype} operands with a {problem.out_dtype} output have no kernel: it takes bf16 and fp16"
     if problem.m % 8 or problem.n % 8:
         return f"M = {problem.m} and N = {problem.n} must be multiples of 8 for 16-byte aligned rows"
@@ -57,14 +56,17 @@ def plan(problem: WgradProblem, arch: str) -> Plan | str:
         return f"{problem.experts} experts: the kernel keeps the offsets of at most {MAX_EXPERTS} in shared memory"
     if problem.tokens >= MAX_TOKENS:
         return f"{problem.tokens} tokens: the kernel counts fewer than {MAX_TOKENS}"
+    if problem.experts * -(-problem.m // 64) * -(-problem.n // 64) > MAX_CLUSTERS:
+        return f"{problem.experts} outputs of {problem.m} x {problem.n} have more tiles than the kernel counts"
+    if problem.block:
+        chosen = plan_scaled.choose(problem)
+        return chosen if isinstance(chosen, str) else Plan(problem, chosen)
     ragged = problem.operand_layout == "ragged"
     strides_seen = (problem.a_strides, problem.b_strides[::-1])
     a_major, b_major = ("k" if ragged else _major(strides, problem.tokens) for strides in strides_seen)
     for name, major, strides in zip(("mat_a", "mat_b"), (a_major, b_major), (problem.a_strides, problem.b_strides)):
         if not major:
             return f"`{name}` has strides {strides}: TMA needs one of 1 and the other a positive multiple of 8"
-    if problem.experts * -(-problem.m // 64) * -(-problem.n // 64) > MAX_CLUSTERS:
-        return f"{problem.experts} outputs of {problem.m} x {problem.n} have more tiles than the kernel counts"
     dtype, out_dtype = OPERANDS[problem.a_dtype], OUTPUTS[problem.out_dtype]
     return Plan(
         problem, variant(_config(dtype, out_dtype, (a_major, b_major, ragged), problem.discrete, problem.accumulate))
@@ -113,7 +115,7 @@ def variants(arch: str) -> tuple[Variant, ...]:
     """Every variant that plan() can choose on `arch`; for SM100 those made for it, unverified and not chosen."""
     if arch != ARCH:
         return plan_sm100.variants(arch)
-    return tuple(
+    plain = tuple(
         variant(_config(dtype, out_dtype, layout, discrete, accumulate))
         for dtype in OPERANDS.values()
         for out_dtype in OUTPUTS.values()
@@ -121,6 +123,7 @@ def variants(arch: str) -> tuple[Variant, ...]:
         for layout in LAYOUTS
         for discrete in (False, True)
     )
+    return plain + plan_scaled.variants()
 
 
 def fault_variants(arch: str) -> tuple[Variant, ...]:
@@ -139,7 +142,7 @@ def fault_variants(arch: str) -> tuple[Variant, ...]:
         found.append(_fault(layout, store, False, poison=True, cluster_m=1))
     found.append(_fault(plain, store, False, fault="early_release"))
     found.append(_fault(plain, store, False, fault="weak_release", poison=True, cluster_m=1))
-    return tuple(found)
+    return tuple(found) + plan_scaled.fault_variants()
 
 
 def _fault(layout: tuple[str, str, bool], kind: dict, discrete: bool, **changes: Any) -> Variant:

@@ -78,6 +78,26 @@ class Config:
         return 1
 
     @property
+    def turns(self) -> bool:
+        """Whether the consumers share a ring and so take turns."""
+        return True
+
+    @property
+    def wrapped(self) -> bool:
+        """Whether parameter descriptors are those of layouts.wrapped, which end where a group ends."""
+        return True
+
+    @property
+    def packed(self) -> int:
+        """Tokens an element of the loaded operands holds."""
+        return 1
+
+    @property
+    def loaded_k(self) -> int:
+        """Elements of a loaded operand in a row of one k tile."""
+        return self.tile_k // self.packed
+
+    @property
     def vector(self) -> int:
         """Elements of an operand in 16 bytes: what TMA aligns rows of a K-major operand to."""
         return 16 // BYTES[self.dtype]

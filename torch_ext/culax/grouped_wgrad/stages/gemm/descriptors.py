@@ -96,6 +96,7 @@ def write_descriptors(
             begin = cutlass.max(begin, value)
     begin = cute.arch.warp_redux_sync(begin, "max")
     end = cute.arch.warp_redux_sync(end, "max")
+    begin, end = begin // config.packed, end // config.packed
     if cutlass.const_expr(config.a_written):
         write(sources.tma_a, operand(config, sources.a, begin, end), ws, expert, 0)
     if cutlass.const_expr(config.b_written):

@@ -71,7 +71,7 @@ def load_atom(tensor: cute.Tensor, layout: cute.ComposedLayout, extent: int, mul
     """TMA load of (extent, tile_k) tiles, multicast to `multicast` CTAs -> (atom, coordinate tensor)."""
     op = cpasync.CopyBulkTensorTileG2SOp() if multicast == 1 else cpasync.CopyBulkTensorTileG2SMulticastOp()
     stage = cute.slice_(layout, (None, None, 0))
-    return cpasync.make_tiled_tma_atom(op, tensor, stage, (extent, config.tile_k), num_multicast=multicast)
+    return cpasync.make_tiled_tma_atom(op, tensor, stage, (extent, config.loaded_k), num_multicast=multicast)
 
 
 def store_atom(tensor: cute.Tensor, config: Config):

@@ -57,7 +57,7 @@ def group_tiles(config: cutlass.Constexpr[Config], smem: Smem, expert: Int32):
 
 def operand_view(config: Config, tensor: cute.Tensor, written: bool, begin: Int32, length: Int32) -> cute.Tensor:
     """The (X, tokens) coordinates of one group, for either kind of descriptor."""
-    if written:
+    if written or not config.wrapped:
         return tensor if config.ragged else cute.domain_offset((0, begin), tensor)
     return layouts.group_of(tensor, begin, length)
 
@@ -130,8 +130,8 @@ def load_tile(config: cutlass.Constexpr[Config], gmem: Gmem, smem: Smem, ab: Rin
     coord = ctas.get_flat_coord(rank)
     g_a = operand_view(config, gmem.a, config.a_written, begin, length)
     g_b = operand_view(config, gmem.b, config.b_written, begin, length)
-    g_a = cute.local_tile(g_a, (config.tile_m, config.tile_k), (row, None))
-    g_b = cute.local_tile(g_b, (config.tile_n, config.tile_k), (column, None))
+    g_a = cute.local_tile(g_a, (config.tile_m, config.loaded_k), (row, None))
+    g_b = cute.local_tile(g_b, (config.tile_n, config.loaded_k), (column, None))
     t_as, t_ag = partition(gmem.tma_a, coord[1], config.cluster_n, smem.a, g_a)
     t_bs, t_bg = partition(gmem.tma_b, coord[0], config.cluster_m, smem.b, g_b)
     mask_a = cute.make_layout_image_mask(ctas, coord, mode=1) if config.cluster_n > 1 else None
@@ -195,13 +195,15 @@ def take_turn(config: Config) -> None:
 
     This is needed for correctness: a stage barrier's parity means nothing to a reader that is two rounds ahead.
     """
-    cute.arch.barrier(barrier_id=TURN_BARRIER + consumer_index(config), number_of_threads=CONSUMERS * WARPGROUP)
+    if config.turns:
+        cute.arch.barrier(barrier_id=TURN_BARRIER + consumer_index(config), number_of_threads=CONSUMERS * WARPGROUP)
 
 
 def pass_turn(config: Config) -> None:
     """Let the other warpgroup start its products."""
-    barrier = TURN_BARRIER + 1 - consumer_index(config)
-    cute.arch.barrier_arrive(barrier_id=barrier, number_of_threads=CONSUMERS * WARPGROUP)
+    if config.turns:
+        barrier = TURN_BARRIER + 1 - consumer_index(config)
+        cute.arch.barrier_arrive(barrier_id=barrier, number_of_threads=CONSUMERS * WARPGROUP)
 
 
 @cute.jit

@@ -8,6 +8,8 @@ from cutlass import Int32, Int64
 from culax.grouped_wgrad.stages.gemm.config import CONSUMERS, WARPGROUP, Config
 
 PRODUCER_BARRIER = 1 + CONSUMERS
+NAN_BYTE = 0x7F
+"""NaN in both fp8 formats; two fp4 numbers."""
 
 
 def group_view(config: Config, plain: cute.Tensor, begin: Int32, length: Int32) -> cute.Tensor:
@@ -73,7 +75,8 @@ def poison(config: cutlass.Constexpr[Config], smem, stage: Int32):
     for tensor in cutlass.range_constexpr(2):
         tile = (smem.a if tensor == 0 else smem.b)[None, None, stage]
         rows: cutlass.Constexpr = cute.size(tile, mode=[0])
+        narrow: cutlass.Constexpr = tile.element_type.width == 8
         for i in cutlass.range(cute.arch.lane_idx(), cute.size(tile), 32, unroll=8):
-            tile[i % rows, config.tile_k - 1 - i // rows] = tile.element_type(float("nan"))
+            tile[i % rows, config.loaded_k - 1 - i // rows] = tile.element_type(NAN_BYTE if narrow else float("nan"))
     cute.arch.fence_proxy("async.shared", space="cta")
     cute.arch.sync_warp()
