@@ -151,6 +151,18 @@ def test_later_gates_do_not_reach_earlier_gradients() -> None:
         assert torch.equal(a[:, :21], b[:, :21]), name
 
 
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+def test_beta_and_offsets_of_either_width_give_the_same_bits(case: Case) -> None:
+    arguments = call(case)
+    beta, offsets = arguments[6].to(BF16), arguments[10]
+    wide = torch.ops.culax.kda_bwd(*arguments[:6], beta.float(), *arguments[7:])
+    for width in (torch.int32, torch.int64):
+        arguments[10] = None if offsets is None else offsets.to(width)
+        narrow = torch.ops.culax.kda_bwd(*arguments[:6], beta, *arguments[7:])
+        assert narrow[4].dtype is BF16
+        assert_same((*wide[:4], wide[4].to(BF16), wide[5]), narrow)
+
+
 def test_a_graph_follows_changed_inputs_and_offsets() -> None:
     arguments = call(LONG)
     run(LONG, arguments)

@@ -1,6 +1,7 @@
 """The KDA plan: which problems have kernels, which configurations are built, and that each fits a multiprocessor."""
 
 import dataclasses
+import itertools
 
 import pytest
 import torch
@@ -48,9 +49,9 @@ def test_what_has_no_kernel_gets_a_reason_that_names_it(change, arch, named):
 
 
 def test_a_problem_within_reach_gets_its_plan():
-    assert plan.plan(PROBLEM, "sm_90a") is plan.plan_for("sm_90a", 128, 128, "", False)
-    packed = dataclasses.replace(PROBLEM, varlen=True, value_heads=8, key_dim=64)
-    assert plan.plan(packed, "sm_90a") is plan.plan_for("sm_90a", 64, 128, "int64", True)
+    assert plan.plan(PROBLEM, "sm_90a") is plan.plan_for("sm_90a", 128, 128, "", False, "float32")
+    packed = dataclasses.replace(PROBLEM, varlen=True, value_heads=8, key_dim=64, beta_dtype=torch.bfloat16)
+    assert plan.plan(packed, "sm_90a") is plan.plan_for("sm_90a", 64, 128, "int64", True, "bfloat16")
 
 
 def test_every_plan_launches_only_kernels_that_are_built_ahead():
@@ -58,8 +59,8 @@ def test_every_plan_launches_only_kernels_that_are_built_ahead():
     for key_dim in plan.DIMS:
         for value_dim in plan.DIMS:
             for offsets in ("", "int64"):
-                for grouped in (False, True):
-                    chosen = plan.plan_for("sm_90a", key_dim, value_dim, offsets, grouped)
+                for grouped, beta in itertools.product((False, True), ("float32", "bfloat16")):
+                    chosen = plan.plan_for("sm_90a", key_dim, value_dim, offsets, grouped, beta)
                     assert chosen.variant in built and set(chosen.stages) <= stages
                     assert (chosen.group_sum is not None) == grouped == chosen.local.config.partial
 

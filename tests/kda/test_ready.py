@@ -25,7 +25,7 @@ class Recorder:
 
     def __call__(self, *arguments: Tensor) -> None:
         self.arguments = arguments
-        for i, output in enumerate(arguments[12:18]):
+        for i, output in enumerate(arguments[13:19]):
             output.fill_(i)
 
 
@@ -53,21 +53,24 @@ def general(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return seen
 
 
-def arguments(packed: bool = False, states: bool = True, beta: torch.dtype = torch.float32) -> list:
+def arguments(
+    packed: bool = False, states: bool = True, beta: torch.dtype = torch.float32, offsets: torch.dtype = torch.int32
+) -> list:
     batch = 1 if packed else B
     rows = (batch, T)
     do, v = (torch.randn(*rows, HV, V).to(BF16) for _ in range(2))
     q, k = (torch.randn(*rows, H, K).to(BF16) for _ in range(2))
     aqk, akk = (torch.randn(*rows, HV, 64).to(BF16) for _ in range(2))
     initial, dht = (torch.randn(2, HV, K, V) if states else None for _ in range(2))
-    offsets = torch.tensor([0, 5, T], dtype=torch.int32) if packed else None
+    cu_seqlens = torch.tensor([0, 5, T], dtype=offsets) if packed else None
     g, b = torch.randn(*rows, HV, K), torch.rand(*rows, HV).to(beta)
-    return [do, dht, q, k, v, g, b, aqk, akk, initial, offsets, 0.5]
+    return [do, dht, q, k, v, g, b, aqk, akk, initial, cu_seqlens, 0.5]
 
 
 KINDS = {
     "equal": {},
     "packed": {"packed": True},
+    "packed_int64": {"packed": True, "offsets": torch.int64},
     "no_states": {"states": False},
     "narrow_beta": {"beta": BF16},
 }
@@ -91,9 +94,9 @@ def test_both_paths_hand_over_the_same(kind: str, kernel: Recorder, general: lis
                 assert (mine.shape, mine.stride(), mine.dtype) == (theirs.shape, theirs.stride(), theirs.dtype)
             else:
                 assert mine == theirs
-        for mine, theirs in zip(later[:11], seen[0][:11]):
+        for mine, theirs in zip(later[:12], seen[0][:12]):
             assert torch.equal(mine, theirs)
-        assert not {x.data_ptr() for x in later[12:18] if x.numel()} & {
+        assert not {x.data_ptr() for x in later[13:19] if x.numel()} & {
             x.data_ptr() for x in given if torch.is_tensor(x)
         }
 
@@ -107,7 +110,7 @@ def test_the_workspace_is_as_large_as_the_layout_says(packed: bool, kernel: Reco
     tapes = sum(config.tape_bytes(name) for name in (*config.tapes, "decay"))
     assert tapes >= 2 * 3 * 64 * K + 2 * 64 * V + 2 * (2 * K * V + 2 * 64 * V) + 4 * K
     shares, numbers = 2 * 4 * batch * T * HV * K, 16 * (chunks + 2) + 2 * 16
-    assert kernel.arguments[11].numel() == chunks * HV * tapes + shares + numbers
+    assert kernel.arguments[12].numel() == chunks * HV * tapes + shares + numbers
 
 
 def shifted(tensor: Tensor) -> Tensor:
@@ -131,7 +134,7 @@ def test_what_must_be_copied_takes_the_general_path(change: str, kernel: Recorde
     changed = CHANGES[change](arguments())
     for _ in range(2):
         OPS.kda_bwd(*changed)
-        for mine, given in zip(kernel.arguments[:11], changed):
+        for mine, given in zip(kernel.arguments[:10], changed):
             assert mine.data_ptr() % 16 == 0
             assert given is None or torch.equal(mine, given.to(mine.dtype))
     assert len(general) == 3

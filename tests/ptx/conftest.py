@@ -33,9 +33,10 @@ CI = (
     "wgrad_e4m3_e4m3_fp32_ragged_pair_list_add_sm10*",
     "wgrad_nvfp4_bf16_k_k_pair_list_sm10*",
     "wgrad_nvfp4_fp32_ragged_one_add_sm100",
-    "kda_backward_k64_v64_*",
-    "kda_backward_k128_v64_sm90a",
-    "kda_backward_k128_v128_*",
+    "kda_backward_k64_v64_shares_sm90a",
+    "kda_backward_k128_v64_beta16_sm90a",
+    "kda_backward_k128_v128_sm90a",
+    "kda_backward_k128_v128_shares_beta16_sm90a",
 )
 
 

@@ -78,10 +78,10 @@ def before_and_last(sums: cute.Tensor, width: int) -> tuple[cute.Tensor, cute.Te
 
 @cute.jit
 def load_beta(column: cute.Tensor, target: cute.Tensor, valid: cutlass.Int32) -> None:
-    """A chunk's beta [64] (fp32) to shared memory, zeros past the valid rows; a barrier must follow."""
+    """A chunk's beta [64] to shared memory in fp32, zeros past the valid rows; a barrier must follow."""
     row = cute.arch.thread_idx()[0]
     if row < CHUNK:
         value = cutlass.Float32(0.0)
         if row < valid:
-            value = column[row]
+            value = cutlass.Float32(column[row])
         target[row] = value

@@ -19,8 +19,8 @@ from .problem import CHUNK
 
 @dataclass(frozen=True)
 class Inputs:
-    """What the kernels read: q, k, v, do, Aqk, Akk in bf16, g and beta in fp32, all with rows of 16-byte accesses;
-    states in fp32, empty if absent; cu_seqlens in int64 or None."""
+    """What the kernels read: q, k, v, do, Aqk, Akk in bf16 and g in fp32, all with rows of 16-byte accesses; beta of
+    any strides; states in fp32, empty if absent; cu_seqlens or None."""
 
     do: Tensor
     dht: Tensor
@@ -97,11 +97,11 @@ def collect(arguments: tuple) -> tuple[Inputs, float]:
         k=_rows(k, bf16),
         v=_rows(v, bf16),
         g=_rows(g, fp32),
-        beta=beta.to(fp32),
+        beta=beta,
         aqk=_rows(aqk, bf16),
         akk=_rows(akk, bf16),
         initial=no_state(q, v) if initial is None else _state(initial),
-        cu_seqlens=None if cu_seqlens is None else cu_seqlens.to(torch.int64).contiguous(),
+        cu_seqlens=None if cu_seqlens is None else cu_seqlens.contiguous(),
     ), scale
 
 
@@ -219,6 +219,17 @@ def workspace_bytes(plan: Plan, v: Tensor, sequences: int | None) -> int:
     return plan.config.workspace_bytes(chunks, batch if sequences is None else sequences, batch * tokens, value_heads)
 
 
+def offsets_pair(cu_seqlens: Tensor | None, device: torch.device) -> list[Tensor]:
+    """cu_seqlens as the kernels take it: in int64 and in int32, the one it is not (or both) without elements."""
+    dtypes = (torch.int64, torch.int32)
+    return [
+        torch.empty(0, dtype=dtype, device=device)
+        if cu_seqlens is None or cu_seqlens.dtype is not dtype
+        else cu_seqlens
+        for dtype in dtypes
+    ]
+
+
 def run(plan: Plan, arguments: tuple) -> tuple[Tensor, ...]:
     """kda_bwd by the plan's kernels on torch's current stream: gradients of q, k, v, g, beta, initial_state.
 
@@ -227,15 +238,16 @@ def run(plan: Plan, arguments: tuple) -> tuple[Tensor, ...]:
     q, k, v, g, beta = arguments[2:7]
     with torch.cuda.device(q.device):
         x, scale = collect(arguments)
-        offsets = torch.empty(0, dtype=torch.int64, device=q.device) if x.cu_seqlens is None else x.cu_seqlens
-        size = workspace_bytes(plan, x.v, None if x.cu_seqlens is None else offsets.shape[0] - 1)
+        size = workspace_bytes(plan, x.v, None if x.cu_seqlens is None else x.cu_seqlens.shape[0] - 1)
         workspace = torch.empty(size, dtype=torch.int8, device=q.device)
         dq, dk, dv = (torch.empty(y.shape, dtype=y.dtype, device=y.device) for y in (q, k, v))
-        dg, dbeta = (torch.empty(y.shape, dtype=torch.float32, device=y.device) for y in (g, beta))
+        dg = torch.empty(g.shape, dtype=torch.float32, device=g.device)
+        dbeta = torch.empty(beta.shape, dtype=beta.dtype, device=beta.device)
         dh0 = torch.empty(x.initial.shape, dtype=torch.float32, device=q.device)
-        inputs = (x.do, x.dht, x.q, x.k, x.v, x.g, x.beta, x.aqk, x.akk, x.initial, offsets)
-        kernel(plan)(*inputs, workspace, dq, dk, dv, dg, dbeta, dh0, scale)
-        return dq, dk, dv, dg.to(g.dtype), dbeta.to(beta.dtype), dh0
+        inputs = (x.do, x.dht, x.q, x.k, x.v, x.g, x.beta, x.aqk, x.akk, x.initial)
+        offsets = offsets_pair(x.cu_seqlens, q.device)
+        kernel(plan)(*inputs, *offsets, workspace, dq, dk, dv, dg, dbeta, dh0, scale)
+        return dq, dk, dv, dg.to(g.dtype), dbeta, dh0
 
 
 def warm(plan: Plan, device: torch.device) -> None:
@@ -249,4 +261,5 @@ def warm(plan: Plan, device: torch.device) -> None:
     square = torch.zeros((1, 1, value_heads, CHUNK), dtype=bf16, device=device)
     state = torch.zeros((1, value_heads, key_dim, value_dim), device=device)
     cu_seqlens = torch.tensor([0, 1], device=device) if plan.packed else None
-    run(plan, (do, state, q, q, do, g, g[..., 0], square, square, state, cu_seqlens, 1.0))
+    beta = g[..., 0].to(getattr(torch, plan.config.beta))
+    run(plan, (do, state, q, q, do, g, beta, square, square, state, cu_seqlens, 1.0))

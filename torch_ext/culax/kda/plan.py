@@ -65,8 +65,9 @@ def _variant(arch: str, stage: str, suffix: str, config: object) -> Variant:
 
 
 @cache
-def plan_for(arch: str, key_dim: int, value_dim: int, offsets: str, grouped: bool) -> Plan:
-    """The plan for one kind of call. offsets: cu_seqlens' dtype, "int64", or "" without it; grouped: HV > H."""
+def plan_for(arch: str, key_dim: int, value_dim: int, offsets: str, grouped: bool, beta: str = "float32") -> Plan:
+    """The plan for one kind of call. offsets: "int64" with cu_seqlens, or "" without; grouped: HV > H; beta: its dtype,
+    "float32" or "bfloat16"."""
     dims, shares = f"k{key_dim}_v{value_dim}", "_shares" if grouped else ""
     config = BackwardConfig(
         PrepConfig(key_dim, value_dim),
@@ -74,12 +75,13 @@ def plan_for(arch: str, key_dim: int, value_dim: int, offsets: str, grouped: boo
         ReverseScanConfig(key_dim, value_dim),
         LocalConfig(key_dim, value_dim, partial=grouped),
         GroupSumConfig(key_dim) if grouped else None,
+        beta,
     )
     return Plan(
         key_dim=key_dim,
         value_dim=value_dim,
         packed=bool(offsets),
-        backward=_variant(arch, "backward", dims + shares, config),
+        backward=_variant(arch, "backward", dims + shares + ("_beta16" if beta == "bfloat16" else ""), config),
         chunk_table=_variant(arch, "chunk_table", offsets or "equal", ChunkTableConfig(offsets)),
         prep=_variant(arch, "prep", dims, config.prep),
         scan=_variant(arch, "scan", dims, config.scan),
@@ -105,13 +107,14 @@ def plan(problem: KdaProblem, arch: str) -> Plan | str:
         problem.value_dim,
         "int64" if problem.varlen else "",
         problem.value_heads > problem.heads,
+        str(problem.beta_dtype).removeprefix("torch."),
     )
 
 
 def _plans(arch: str) -> list[Plan]:
     if arch not in ARCHITECTURES:
         return []
-    kinds = itertools.product(DIMS, DIMS, ("", "int64"), (False, True))
+    kinds = itertools.product(DIMS, DIMS, ("", "int64"), (False, True), ("float32", "bfloat16"))
     return [plan_for(arch, *kind) for kind in kinds]
 
 

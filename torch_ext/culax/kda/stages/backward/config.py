@@ -15,13 +15,17 @@ ALIGNMENT = 16
 
 @dataclass(frozen=True)
 class BackwardConfig:
-    """The stages' configurations; group_sum is None where every query head has one value head."""
+    """The stages' configurations and beta's dtype, "float32" or "bfloat16".
+
+    group_sum is None where every query head has one value head.
+    """
 
     prep: PrepConfig
     scan: ScanConfig
     reverse_scan: ReverseScanConfig
     local: LocalConfig
     group_sum: GroupSumConfig | None
+    beta: str = "float32"
 
     @property
     def tapes(self) -> dict[str, tuple[int, int]]:

@@ -26,10 +26,9 @@ from culax.kda.stages.scan import kernel as scan
 
 @dataclass(frozen=True)
 class Stages:
-    """The stages' host functions."""
+    """The stages' host functions; the chunk table's by the dtype of its offsets."""
 
-    packed_table: Any
-    equal_table: Any
+    tables: dict[str, Any]
     prep: Any
     scan: Any
     reverse_scan: Any
@@ -39,8 +38,7 @@ class Stages:
 
 def _stages(config: BackwardConfig) -> Stages:
     return Stages(
-        packed_table=chunk_table.entry(ChunkTableConfig("int64"))[0],
-        equal_table=chunk_table.entry(ChunkTableConfig(""))[0],
+        tables={offsets: chunk_table.entry(ChunkTableConfig(offsets))[0] for offsets in ("int64", "int32", "")},
         prep=prep.entry(config.prep)[0],
         scan=scan.entry(config.scan)[0],
         reverse_scan=reverse_scan.entry(config.reverse_scan)[0],
@@ -49,14 +47,14 @@ def _stages(config: BackwardConfig) -> Stages:
     )
 
 
-def _sizes(q: cute.Tensor, v: cute.Tensor, offsets: cute.Tensor) -> tuple[layouts.Sizes, Int32]:
-    """The call's sizes, and whether (1 or 0) its sequences are packed: equal ones come without offsets."""
+def _sizes(q: cute.Tensor, v: cute.Tensor, offsets: int | Int32) -> layouts.Sizes:
+    """The call's sizes; offsets: the number of entries of cu_seqlens, 0 for sequences of equal length."""
     batch, tokens, value_heads = q.shape[0], q.shape[1], v.shape[2]
-    packed = cutlass.min(offsets.shape[0], 1)
-    sequences = packed * (offsets.shape[0] - 1) + (1 - packed) * batch
+    packed = cutlass.min(offsets, 1)
+    sequences = packed * (offsets - 1) + (1 - packed) * batch
     each = (tokens + CHUNK - 1) // CHUNK
     chunks = packed * (each + sequences) + (1 - packed) * each * batch
-    return layouts.Sizes(chunks, sequences, chunks + 2 * packed, batch * tokens, value_heads), packed
+    return layouts.Sizes(chunks, sequences, chunks + 2 * packed, batch * tokens, value_heads)
 
 
 def _share(share: cute.Tensor, like: cute.Tensor) -> cute.Tensor:
@@ -90,11 +88,12 @@ def _no_states(states: cute.Tensor) -> cute.Tensor:
 
 
 def entry(config: BackwardConfig) -> tuple:
-    """The function to compile and its fake arguments: (do, dht, q, k, v, g, beta, Aqk, Akk, initial, offsets,
-    workspace, dq, dk, dv, dg, dbeta, dh0, scale, stream).
+    """The function to compile and its fake arguments: (do, dht, q, k, v, g, beta, Aqk, Akk, initial, long_offsets,
+    offsets, workspace, dq, dk, dv, dg, dbeta, dh0, scale, stream).
 
-    offsets: cu_seqlens in int64, without elements for sequences of equal length; workspace: int8, as large as
-    BackwardConfig.workspace_bytes says; gradients are contiguous; absent states have no elements.
+    cu_seqlens is given as one of long_offsets (int64) and offsets (int32), or neither for sequences of equal length;
+    what is not given has no elements, nor have absent states. workspace: int8, as large as
+    BackwardConfig.workspace_bytes says. Gradients are contiguous; beta and dbeta have config.beta's dtype.
     """
     stages = _stages(config)
 
@@ -110,6 +109,7 @@ def entry(config: BackwardConfig) -> tuple:
         aqk: cute.Tensor,
         akk: cute.Tensor,
         initial: cute.Tensor,
+        long_offsets: cute.Tensor,
         offsets: cute.Tensor,
         workspace: cute.Tensor,
         dq: cute.Tensor,
@@ -121,12 +121,13 @@ def entry(config: BackwardConfig) -> tuple:
         scale: cutlass.Float32,
         stream,
     ) -> None:
-        sizes, packed = _sizes(q, v, offsets)
-        t = layouts.cut(config, workspace, sizes)
-        if packed > 0:
-            stages.packed_table(offsets, t.tokens_of, t.bounds, t.table, q.shape[1], stream)
+        t = layouts.cut(config, workspace, _sizes(q, v, long_offsets.shape[0] + offsets.shape[0]))
+        if long_offsets.shape[0] > 0:
+            stages.tables["int64"](long_offsets, t.tokens_of, t.bounds, t.table, q.shape[1], stream)
+        elif offsets.shape[0] > 0:
+            stages.tables["int32"](offsets, t.tokens_of, t.bounds, t.table, q.shape[1], stream)
         else:
-            stages.equal_table(t.bounds, t.table, q.shape[1], stream)
+            stages.tables[""](t.bounds, t.table, q.shape[1], stream)
         stages.prep(q, k, v, g, beta, akk, t.table, t.minus_w, t.u, t.qg, t.kg, t.decay, scale, stream)
         stages.scan(t.minus_w, t.u, t.kg, t.decay, t.bounds, initial, t.h, t.v_new, _no_states(initial), stream)
         stages.reverse_scan(t.qg, t.minus_w, t.kg, t.decay, do, aqk, t.table, t.bounds, dht, t.dh, t.dvn, dh0, stream)
@@ -142,6 +143,7 @@ def entry(config: BackwardConfig) -> tuple:
 
     key, value = config.prep.key_dim, config.prep.value_dim
     bf16, fp32 = cutlass.BFloat16, cutlass.Float32
+    beta = bf16 if config.beta == "bfloat16" else fp32
     states = [fakes.compact(key, value) for _ in range(3)]
     return backward, (
         fakes.rows(bf16, value),
@@ -150,17 +152,18 @@ def entry(config: BackwardConfig) -> tuple:
         fakes.rows(bf16, key),
         fakes.rows(bf16, value),
         fakes.rows(fp32, key),
-        fakes.column(fp32),
+        fakes.column(beta),
         fakes.rows(bf16, CHUNK),
         fakes.rows(bf16, CHUNK),
         states[1],
         fakes.vector(Int64),
+        fakes.vector(Int32),
         fakes.buffer(),
         fakes.rows(bf16, key),
         fakes.rows(bf16, key),
         fakes.rows(bf16, value),
         fakes.rows(fp32, key),
-        fakes.column(fp32),
+        fakes.column(beta),
         states[2],
         fp32(1.0),
         fakes.stream(),

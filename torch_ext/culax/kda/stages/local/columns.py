@@ -185,7 +185,7 @@ def write_beta(config: cutlass.Constexpr, gmem: Gmem, smem: Smem, task: Task) ->
         for group in cutlass.range_constexpr(config.groups):
             total = total + smem.value_row_sums[row, group] + smem.key_row_sums[row, group]
         target = chunks.chunk_column(gmem.dbeta, task.chunk, task.value_head)
-        target[row] = total
+        target[row] = total.to(gmem.dbeta.element_type)
 
 
 @cute.jit
@@ -206,4 +206,4 @@ def write_zeros(config: cutlass.Constexpr, gmem: Gmem, task: Task) -> None:
                 if spot < tensor.shape[3]:
                     target[row, spot] = tensor.element_type(0.0)
         if thread == 0:
-            chunks.chunk_column(gmem.dbeta, task.chunk, task.value_head)[row] = cutlass.Float32(0.0)
+            chunks.chunk_column(gmem.dbeta, task.chunk, task.value_head)[row] = gmem.dbeta.element_type(0.0)
