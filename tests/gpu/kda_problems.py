@@ -11,6 +11,7 @@ from culax.kda import launch, plan
 from culax.reference import kda_chunked
 from culax.reference.kda_chunked import Chunks, Local, Prep, ReverseScan, Scan
 from culax.reference.kda_layout import ChunkTable
+from tests.gpu import kda_stages
 
 DEVICE = "cuda"
 CHUNK = 64
@@ -50,9 +51,9 @@ class Case:
         offsets = "" if self.offsets is None else "int64"
         return plan.plan_for("sm_90a", self.key_dim, self.value_dim, offsets, self.value_heads > self.heads)
 
-    def kernels(self) -> launch.Kernels:
+    def kernels(self) -> kda_stages.Kernels:
         """Their callables."""
-        return launch.kernels(self.plan())
+        return kda_stages.kernels(self.plan())
 
 
 def gates(kind: str, shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
@@ -100,7 +101,7 @@ def double(arguments: list) -> list:
 class Truth:
     """Every stage in float64 from what the stage before it leaves in memory: tapes are rounded to bf16 in between.
 
-    `given` holds the rounded tapes under the kernels' names (launch.Tapes).
+    `given` holds the rounded tapes under the kernels' names (kda_stages.Tapes).
     """
 
     case: Case
@@ -155,9 +156,9 @@ def from_image(entries: Tensor, rows: int, columns: int) -> Tensor:
     return straight.movedim(-4, -3).reshape(*entries.shape[:-1], rows, columns)
 
 
-def poisoned_tapes(inputs: launch.Inputs) -> launch.Tapes:
+def poisoned_tapes(inputs: launch.Inputs) -> kda_stages.Tapes:
     """Workspaces full of NaN, padding included."""
-    tapes = launch.allocate(inputs)
+    tapes = kda_stages.allocate(inputs)
     for field in fields(tapes):
         tape = getattr(tapes, field.name)
         whole = tape if tape._base is None else tape._base
@@ -170,7 +171,7 @@ def poisoned(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     return torch.full(shape, float("nan"), dtype=dtype, device=DEVICE)
 
 
-def given_tapes(truth_: Truth, tapes: launch.Tapes, names: tuple[str, ...]) -> None:
+def given_tapes(truth_: Truth, tapes: kda_stages.Tapes, names: tuple[str, ...]) -> None:
     """Fill some tapes with the truth's."""
     for name in names:
         tape, tiles = getattr(tapes, name), truth_.given[name]

@@ -17,8 +17,11 @@ NAMES = ("dq", "dk", "dv", "dg", "dbeta", "dh0")
 CASES = {f"gate_{gate}": Case(2, 200, 2, 2, gate=gate) for gate in GATES} | {
     "grouped": Case(1, 130, 2, 6),
     "k64_v64": Case(1, 200, 2, 2, 64, 64),
+    "k64_v64_grouped": Case(1, 130, 1, 2, 64, 64),
+    "k64_v128": Case(1, 130, 2, 2, 64, 128),
     "k64_v128_grouped": Case(1, 130, 1, 2, 64, 128),
     "k128_v64": Case(1, 130, 2, 2, 128, 64),
+    "k128_v64_grouped": Case(1, 130, 1, 2, 128, 64),
     "packed": Case(1, 330, 2, 2, offsets=(3, 3, 4, 68, 132, 325)),
     "no_states": Case(1, 129, 2, 2, states=False),
 }

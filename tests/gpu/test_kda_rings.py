@@ -10,6 +10,7 @@ from torch import Tensor
 
 from culax.kda import launch, plan
 from culax.runtime import load
+from tests.gpu import kda_stages
 from tests.gpu.kda_problems import DEVICE, Case, call, poisoned, poisoned_tapes
 
 FAULTS = {variant.name: variant for variant in plan.fault_variants("sm_90a")}
@@ -29,10 +30,10 @@ def scanned(case: Case, inputs: launch.Inputs, scale: float, build: str = "") ->
         ready = replace(ready, **{stage: load.get(FAULTS[name]) for stage, name in names.items()})
     tapes = poisoned_tapes(inputs)
     states = [poisoned(tuple(inputs.initial.shape), torch.float32) for _ in range(2)]
-    launch.build_table(ready, inputs, tapes)
-    launch.prep(ready, inputs, tapes, scale)
-    launch.scan(ready, inputs, tapes, states[0])
-    launch.reverse_scan(ready, inputs, tapes, states[1])
+    kda_stages.build_table(ready, inputs, tapes)
+    kda_stages.prep(ready, inputs, tapes, scale)
+    kda_stages.scan(ready, inputs, tapes, states[0])
+    kda_stages.reverse_scan(ready, inputs, tapes, states[1])
     return [tapes.h, tapes.v_new, states[0], tapes.dh, tapes.dvn, states[1]]
 
 

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from culax.kda import launch
+from tests.gpu import kda_stages
 from tests.gpu.kda_problems import (
     BF16,
     DEVICE,
@@ -46,12 +47,12 @@ def problem(request: pytest.FixtureRequest) -> tuple[list, Truth]:
     return arguments, truth(case, arguments)
 
 
-def ready(problem: tuple[list, Truth], *names: str) -> tuple[launch.Inputs, launch.Tapes, int]:
+def ready(problem: tuple[list, Truth], *names: str) -> tuple[launch.Inputs, kda_stages.Tapes, int]:
     """Inputs, poisoned workspaces with a table and the named tapes, and the number of chunks that hold tokens."""
     arguments, expected = problem
     inputs, _ = launch.collect(tuple(arguments))
     tapes = poisoned_tapes(inputs)
-    launch.build_table(expected.case.kernels(), inputs, tapes)
+    kda_stages.build_table(expected.case.kernels(), inputs, tapes)
     given_tapes(expected, tapes, names)
     return inputs, tapes, len(expected.case.chunks())
 
@@ -68,7 +69,7 @@ def test_chunk_table(problem: tuple[list, Truth]) -> None:
 def test_prep(problem: tuple[list, Truth]) -> None:
     inputs, tapes, count = ready(problem)
     expected = problem[1]
-    launch.prep(expected.case.kernels(), inputs, tapes, problem[0][-1])
+    kda_stages.prep(expected.case.kernels(), inputs, tapes, problem[0][-1])
     want, scale = expected.prep, problem[0][-1]
     for name, tape in (("minus_w", -want.W), ("u", want.U), ("qg", scale * want.qg), ("kg", want.kg)):
         assert_close(name, read_tape(getattr(tapes, name), tape)[:count], tape[:count], BOUND, TILE_BOUND)
@@ -80,7 +81,7 @@ def test_scan(problem: tuple[list, Truth]) -> None:
     inputs, tapes, count = ready(problem, "minus_w", "u", "kg", "decay")
     expected = problem[1]
     final = poisoned(tuple(expected.scan.final_state.shape), torch.float32)
-    launch.scan(expected.case.kernels(), inputs, tapes, final)
+    kda_stages.scan(expected.case.kernels(), inputs, tapes, final)
     for name, want in (("h", expected.scan.h), ("v_new", expected.scan.v_new)):
         assert_close(name, read_tape(getattr(tapes, name), want)[:count], want[:count], BOUND, TILE_BOUND)
     assert_close("final_state", final, expected.scan.final_state, BOUND, TILE_BOUND)
@@ -90,7 +91,7 @@ def test_reverse_scan(problem: tuple[list, Truth]) -> None:
     inputs, tapes, count = ready(problem, "minus_w", "qg", "kg", "decay")
     expected = problem[1]
     dh0 = poisoned(tuple(expected.reverse_scan.dh0.shape), torch.float32)
-    launch.reverse_scan(expected.case.kernels(), inputs, tapes, dh0)
+    kda_stages.reverse_scan(expected.case.kernels(), inputs, tapes, dh0)
     for name, want in (("dh", expected.reverse_scan.dh), ("dvn", expected.reverse_scan.dvn)):
         assert_close(name, read_tape(getattr(tapes, name), want)[:count], want[:count], BOUND, TILE_BOUND)
     assert_close("dh0", dh0, expected.reverse_scan.dh0, BOUND, TILE_BOUND)
@@ -109,7 +110,7 @@ def test_local(problem: tuple[list, Truth]) -> None:
         "dg": poisoned((*heads, case.key_dim), torch.float32),
         "dbeta": poisoned(heads, torch.float32),
     }
-    launch.local(case.kernels(), inputs, tapes, tuple(outputs.values()), arguments[-1])
+    kda_stages.local(case.kernels(), inputs, tapes, tuple(outputs.values()), arguments[-1])
     for name, got in outputs.items():
         rows = got if got.dim() == 4 else got[..., None]
         tiles = expected.table.gather(rows, case.value_heads, torch.float64)[:count]

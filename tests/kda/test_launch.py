@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from culax.kda import launch
+from tests.gpu import kda_stages
 
 B, T, H, HV, K, V = 2, 70, 2, 4, 64, 128
 
@@ -67,7 +68,7 @@ def test_workspaces_follow_from_shapes(offsets, chunks, rows, bounds):
     if offsets is not None:
         given[:10] = [None if x is None else x[:1] for x in given[:10]]
         given[10] = torch.tensor(offsets)
-    tapes = launch.allocate(launch.collect(tuple(given))[0])
+    tapes = kda_stages.allocate(launch.collect(tuple(given))[0])
     keys, values, states = (tapes.minus_w, tapes.qg, tapes.kg), (tapes.u, tapes.v_new, tapes.dvn), (tapes.h, tapes.dh)
     for group, size in ((keys, 64 * K), (values, 64 * V), (states, K * V)):
         for tape in group:

@@ -22,41 +22,25 @@ ARCHITECTURES = ("sm_90a",)
 DIMS = (64, 128)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Plan:
-    """What runs one kind of backward call: `backward` launches all stages.
+    """What runs one kind of backward call; compared by identity, as there is one of each.
 
-    packed: whether the call has cu_seqlens. The stages' own variants launch one stage each, for tests; group_sum is
-    None when every query head has one value head.
+    packed: whether the call has cu_seqlens; variant: launches all stages; stages: launch one each, for tests, by name
+    (group_sum only where a query head has several value heads).
     """
 
     key_dim: int
     value_dim: int
     packed: bool
-    backward: Variant
-    chunk_table: Variant
-    prep: Variant
-    scan: Variant
-    reverse_scan: Variant
-    local: Variant
-    group_sum: Variant | None
-
-    @property
-    def variant(self) -> Variant:
-        """What a call launches."""
-        return self.backward
-
-    @property
-    def stages(self) -> tuple[Variant, ...]:
-        """The stages alone."""
-        stages = (self.chunk_table, self.prep, self.scan, self.reverse_scan, self.local)
-        return stages if self.group_sum is None else (*stages, self.group_sum)
+    variant: Variant
+    stages: dict[str, Variant]
 
     @property
     def config(self) -> BackwardConfig:
-        """The configuration of `backward`."""
-        assert isinstance(self.backward.config, BackwardConfig)
-        return self.backward.config
+        """The variant's configuration."""
+        assert isinstance(self.variant.config, BackwardConfig)
+        return self.variant.config
 
 
 def _variant(arch: str, stage: str, suffix: str, config: object) -> Variant:
@@ -77,18 +61,17 @@ def plan_for(arch: str, key_dim: int, value_dim: int, offsets: str, grouped: boo
         GroupSumConfig(key_dim) if grouped else None,
         beta,
     )
-    return Plan(
-        key_dim=key_dim,
-        value_dim=value_dim,
-        packed=bool(offsets),
-        backward=_variant(arch, "backward", dims + shares + ("_beta16" if beta == "bfloat16" else ""), config),
-        chunk_table=_variant(arch, "chunk_table", offsets or "equal", ChunkTableConfig(offsets)),
-        prep=_variant(arch, "prep", dims, config.prep),
-        scan=_variant(arch, "scan", dims, config.scan),
-        reverse_scan=_variant(arch, "reverse_scan", dims, config.reverse_scan),
-        local=_variant(arch, "local", dims + shares, config.local),
-        group_sum=_variant(arch, "group_sum", f"k{key_dim}", config.group_sum) if grouped else None,
-    )
+    stages = {
+        "chunk_table": _variant(arch, "chunk_table", offsets or "equal", ChunkTableConfig(offsets)),
+        "prep": _variant(arch, "prep", dims, config.prep),
+        "scan": _variant(arch, "scan", dims, config.scan),
+        "reverse_scan": _variant(arch, "reverse_scan", dims, config.reverse_scan),
+        "local": _variant(arch, "local", dims + shares, config.local),
+    }
+    if grouped:
+        stages["group_sum"] = _variant(arch, "group_sum", f"k{key_dim}", config.group_sum)
+    suffix = dims + shares + ("_beta16" if beta == "bfloat16" else "")
+    return Plan(key_dim, value_dim, bool(offsets), _variant(arch, "backward", suffix, config), stages)
 
 
 def plan(problem: KdaProblem, arch: str) -> Plan | str:
@@ -120,12 +103,12 @@ def _plans(arch: str) -> list[Plan]:
 
 def variants(arch: str) -> tuple[Variant, ...]:
     """Every variant that plan() can choose on an architecture."""
-    return tuple(dict.fromkeys(chosen.backward for chosen in _plans(arch)))
+    return tuple(dict.fromkeys(chosen.variant for chosen in _plans(arch)))
 
 
 def stage_variants(arch: str) -> tuple[Variant, ...]:
     """The stages alone, which tests launch."""
-    return tuple(dict.fromkeys(variant for chosen in _plans(arch) for variant in chosen.stages))
+    return tuple(dict.fromkeys(variant for chosen in _plans(arch) for variant in chosen.stages.values()))
 
 
 def fault_variants(arch: str) -> tuple[Variant, ...]:

@@ -1,0 +1,123 @@
+"""The KDA backward's stages one by one, as the tests launch them: tapes as tensors, a compiled variant a stage."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from culax.device.sizes import PAD, PADDED_RESULTS, tile_elements
+from culax.kda.launch import Inputs
+from culax.kda.plan import Plan
+from culax.kda.problem import CHUNK
+from culax.runtime import load
+
+
+@dataclass(frozen=True)
+class Tapes:
+    """Workspaces between the kernels: [NT, HV, rows * columns] in bf16, each entry the image of a tile as
+    device/images.py states it (h, v_new, dh, dvn: padded tiles [NT, HV, rows, columns]), decay [NT, HV, K] in fp32, the
+    chunk table [rows, 4] and bounds [N + 1] in int32."""
+
+    table: Tensor
+    bounds: Tensor
+    minus_w: Tensor
+    u: Tensor
+    qg: Tensor
+    kg: Tensor
+    decay: Tensor
+    h: Tensor
+    v_new: Tensor
+    dh: Tensor
+    dvn: Tensor
+
+
+def allocate(inputs: Inputs) -> Tapes:
+    """Workspaces for a call; their sizes follow from shapes alone.
+
+    A table of packed sequences has two rows more than there can be chunks: the stretches before the first and behind
+    the last sequence. All tapes in bf16 lie in one buffer: an allocation costs the host more than a view.
+    """
+    batch, tokens, heads, value_dim = inputs.v.shape
+    key_dim, device = inputs.q.shape[3], inputs.q.device
+    packed = inputs.cu_seqlens is not None
+    sequences = inputs.cu_seqlens.shape[0] - 1 if inputs.cu_seqlens is not None else batch
+    each = -(-tokens // CHUNK)
+    chunks = each + sequences if packed else each * batch
+    keys, values, states = (CHUNK, key_dim), (CHUNK, value_dim), (key_dim, value_dim)
+    shapes = (keys, values, keys, keys, states, values, states, values)
+    padded = (False,) * 4 + (PADDED_RESULTS,) * 4
+    sizes = [tile_elements(*shape) if rows else shape[0] * shape[1] for shape, rows in zip(shapes, padded)]
+    buffer = torch.empty(chunks * heads * sum(sizes), dtype=torch.bfloat16, device=device)
+    views, offset = [], 0
+    for (rows, columns), size, pad in zip(shapes, sizes, padded):
+        if pad:
+            view = buffer.as_strided((chunks, heads, rows, columns), (heads * size, size, columns + PAD, 1), offset)
+        else:
+            view = buffer.as_strided((chunks, heads, size), (heads * size, size, 1), offset)
+        views.append(view)
+        offset += chunks * heads * size
+    minus_w, u, qg, kg, h, v_new, dh, dvn = views
+    return Tapes(
+        table=torch.empty((chunks + 2 * packed, 4), dtype=torch.int32, device=device),
+        bounds=torch.empty(sequences + 1, dtype=torch.int32, device=device),
+        minus_w=minus_w,
+        u=u,
+        qg=qg,
+        kg=kg,
+        decay=torch.empty((chunks, heads, key_dim), dtype=torch.float32, device=device),
+        h=h,
+        v_new=v_new,
+        dh=dh,
+        dvn=dvn,
+    )
+
+
+@dataclass(frozen=True)
+class Kernels:
+    """The callables of a plan's stages, under the plan's names."""
+
+    chunk_table: Callable[..., None]
+    prep: Callable[..., None]
+    scan: Callable[..., None]
+    reverse_scan: Callable[..., None]
+    local: Callable[..., None]
+    group_sum: Callable[..., None] | None
+
+
+@cache
+def kernels(plan: Plan) -> Kernels:
+    """The stages of a plan, loaded at their first use."""
+    loaded = {name: load.get(variant) for name, variant in plan.stages.items()}
+    return Kernels(**{"group_sum": None, **loaded})
+
+
+def build_table(ready: Kernels, x: Inputs, t: Tapes) -> None:
+    """The chunk table and the sequences' first chunks."""
+    if x.cu_seqlens is None:
+        ready.chunk_table(t.bounds, t.table, x.q.shape[1])
+    else:
+        ready.chunk_table(x.cu_seqlens, torch.empty_like(t.bounds), t.bounds, t.table, x.q.shape[1])
+
+
+def prep(ready: Kernels, x: Inputs, t: Tapes, scale: float) -> None:
+    """F3 for every chunk."""
+    ready.prep(x.q, x.k, x.v, x.g, x.beta, x.akk, t.table, t.minus_w, t.u, t.qg, t.kg, t.decay, scale)
+
+
+def scan(ready: Kernels, x: Inputs, t: Tapes, final: Tensor) -> None:
+    """F4: the states before the chunks, v_new, and the final states unless `final` is empty."""
+    ready.scan(t.minus_w, t.u, t.kg, t.decay, t.bounds, x.initial, t.h, t.v_new, final)
+
+
+def reverse_scan(ready: Kernels, x: Inputs, t: Tapes, dh0: Tensor) -> None:
+    """B1's dv_loc and B2: the gradients of the states after the chunks, dvn, and dh0 unless it is empty."""
+    ready.reverse_scan(t.qg, t.minus_w, t.kg, t.decay, x.do, x.aqk, t.table, t.bounds, x.dht, t.dh, t.dvn, dh0)
+
+
+def local(ready: Kernels, x: Inputs, t: Tapes, gradients: tuple[Tensor, ...], scale: float) -> None:
+    """B1's E, B3, B4, B6: dq, dk (or their shares), dv, dg, dbeta."""
+    ready.local(x.q, x.k, x.v, x.g, x.beta, x.do, x.akk, t.v_new, t.dvn, t.h, t.dh, t.table, *gradients, scale)
