@@ -29,9 +29,14 @@ class Recorder:
             output.fill_(i)
 
 
-@pytest.fixture
-def kernel(monkeypatch: pytest.MonkeyPatch) -> Recorder:
-    """Every call is planned for the kernels, which a recorder plays; CPU tensors stand for a GPU's."""
+@pytest.fixture(params=[True, False], ids=["guards", "no_guards"])
+def kernel(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Recorder:
+    """Every call is planned for the kernels, which a recorder plays; CPU tensors stand for a GPU's.
+
+    With torch's tensor guards, and as if this torch had none.
+    """
+    if not request.param:
+        monkeypatch.setattr(calls, "_TensorGuards", None)
     recorder = Recorder()
     monkeypatch.setattr(torch.cuda, "device", lambda device: torch.no_grad())
     monkeypatch.setattr(calls, "current_device", lambda: None)
@@ -41,6 +46,7 @@ def kernel(monkeypatch: pytest.MonkeyPatch) -> Recorder:
     )
     monkeypatch.setattr(dispatch, "_prepared", {})
     monkeypatch.setattr(api, "_ready", {})
+    monkeypatch.setattr(api, "_recent", calls.Recent())
     return recorder
 
 
@@ -99,6 +105,21 @@ def test_both_paths_hand_over_the_same(kind: str, kernel: Recorder, general: lis
         assert not {x.data_ptr() for x in later[13:19] if x.numel()} & {
             x.data_ptr() for x in given if torch.is_tensor(x)
         }
+
+
+@pytest.mark.parametrize("kernel", [True], ids=["guards"], indirect=True)
+def test_recent_signatures_are_told_apart_without_putting_them_together(
+    kernel: Recorder, general: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kinds = [arguments(**KINDS[kind]) for kind in KINDS]
+    for given in kinds * 2:
+        OPS.kda_bwd(*given)
+    assert len(general) == len(kinds)
+    monkeypatch.setattr(api.checks, "signature", lambda _: pytest.fail("a signature was put together"))
+    for given in kinds[-calls.Recent.KEPT :]:
+        gradients = OPS.kda_bwd(*given)
+        assert [x.shape for x in gradients[:5]] == [x.shape for x in given[2:7]]
+        assert gradients[4].dtype is given[6].dtype and kernel.arguments[1].shape[0] == (0 if given[1] is None else 2)
 
 
 @pytest.mark.parametrize("packed", [False, True])
