@@ -165,10 +165,10 @@ def test_no_unused_scale_byte_meets_an_instruction(found: Config, length: int) -
     """MXFP8 issues an instruction a block, so none for unused ones; NVFP4's last may have some, which it zeroes."""
     k_tiles = -(-length // found.tile_k)
     issued = [
-        found.instruction_begin(k, block)
+        k * found.tile_k + block * found.instruction_k
         for k in range(k_tiles)
-        for block in range(found.tile_k // found.instruction_k)
-        if found.instruction_begin(k, block) < length
+        for block in range(4)
+        if block < found.instructions(length - k * found.tile_k)
     ]
     assert issued == [*range(0, length, found.instruction_k)]
     used = {(start + token) // found.block for start in issued for token in range(found.instruction_k)}

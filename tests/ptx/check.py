@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from tests.ptx import descriptors, groups, rings
+from tests.ptx import descriptors, groups, rings, tensor_memory
 from tests.ptx.findings import Finding, finding
 from tests.ptx.text import Kernel, kernels
 from tests.ptx.values import Values
@@ -29,6 +29,8 @@ def check_kernel(kernel: Kernel) -> list[Finding]:
     """Apply every rule that looks at one kernel."""
     values = Values(kernel)
     found = descriptors.check_acquires(kernel, values) + descriptors.check_releases(kernel)
+    if tensor_memory.uses_tensor_memory(kernel):
+        found += tensor_memory.check_tensor_memory(kernel)
     if rings.multiplies(kernel):
         states = groups.in_flight(kernel)
         found += groups.check_registers(kernel, states)

@@ -206,6 +206,8 @@ class Machine:
             if instruction.is_branch:
                 return self._branch(instruction, registers, facts, monitor)
             if instruction.ends_thread:
+                if index in self._events:
+                    handle(instruction, Reader(self, registers), monitor)
                 return []
             guard = self._guard(instruction, registers, facts)
             if guard is not False:

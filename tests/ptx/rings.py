@@ -61,6 +61,7 @@ def is_store(instruction: Instruction) -> bool:
 def _events(kernel: Kernel, stores: bool = False) -> dict[int, tuple[str, ...]]:
     """Events with the operands that matter; stores to shared memory too where asked."""
     found: dict[int, tuple[str, ...]] = {}
+    on_tensor_memory = any(i.op.startswith("tcgen05.") for i in kernel.instructions)
     for i in kernel.instructions:
         if is_load(i):
             found[i.index] = (i.args[0].split(",")[0], _barrier(i))
@@ -74,6 +75,9 @@ def _events(kernel: Kernel, stores: bool = False) -> dict[int, tuple[str, ...]]:
             found[i.index] = ()
         elif stores and is_store(i):
             found[i.index] = i.args[:1]
+        elif on_tensor_memory and i.op.startswith(("tcgen05.", "bar.sync", "ret")):
+            loads = i.op.startswith("tcgen05.ld")
+            found[i.index] = i.args[1:] if loads else i.args[:6]  # without the predicate of a product
     return found
 
 

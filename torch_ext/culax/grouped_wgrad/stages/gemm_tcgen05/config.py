@@ -119,9 +119,9 @@ class Config:
         """Tokens of one instruction: one MXFP8 block, four NVFP4 blocks."""
         return self.tile_k // 4
 
-    def instruction_begin(self, k: Any, block: int) -> Any:
-        """First token of an instruction: `block` of k tile `k`. It is issued where the group reaches that far."""
-        return k * self.tile_k + block * self.instruction_k
+    def instructions(self, rest: Any) -> Any:
+        """Instructions that a k tile needs where `rest` tokens of the group are left: of its four, those they reach."""
+        return (rest + self.instruction_k - 1) // self.instruction_k
 
     @property
     def tile_m(self) -> int:

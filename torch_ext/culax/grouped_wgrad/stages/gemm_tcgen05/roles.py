@@ -203,31 +203,40 @@ def multiply(
     index, tile = cute.arch.block_idx()[1], Int32(0)
     while index < space.total:
         expert, _, _ = schedule.locate(config, space, index)
-        _, length, k_tiles = group_tiles(config, smem, expert)
-        if k_tiles > 0:
+        _, length, _ = group_tiles(config, smem, expert)
+        if length > 0:
             acc.producer_acquire(out)
             fence("after_thread_sync")
             target = accumulators[None, None, None, tile]
             atom = cute.make_mma_atom(mma.op)
-            for k in cutlass.range(k_tiles, unroll=1):
+            rest = length
+            while rest > 0:
                 ab.consumer_wait(state)
                 stage = (None, None, None, None, state.index)
                 cute.copy(copy_a, from_a[stage], to_a)
                 cute.copy(copy_b, from_b[stage], to_b)
-                atom.set(tcgen05.Field.ACCUMULATE, k > 0)
-                for block in cutlass.range_constexpr(config.tile_k // config.instruction_k):
-                    if config.instruction_begin(k, block) < length:
-                        where = (None, None, block, state.index)
-                        scale = (None, None, block)
-                        cute.gemm(atom, target, [r_a[where], t_a[scale]], [r_b[where], t_b[scale]], target)
-                        atom.set(tcgen05.Field.ACCUMULATE, True)
+                needed = config.instructions(rest)
+                atom.set(tcgen05.Field.ACCUMULATE, rest < length)
+                product(atom, target, (r_a, r_b, t_a, t_b), 0, state.index)
+                atom.set(tcgen05.Field.ACCUMULATE, True)
+                for block in cutlass.range_constexpr(1, config.tile_k // config.instruction_k):
+                    if block < needed:
+                        product(atom, target, (r_a, r_b, t_a, t_b), block, state.index)
                 ab.consumer_release(state)
                 state.advance()
+                rest -= config.tile_k
             acc.producer_commit(out)
             out.advance()
             tile = 1 - tile
         index += cute.arch.grid_dim()[1]
     acc.producer_tail(out)
+
+
+def product(atom: cute.MmaAtom, target: cute.Tensor, operands, block: int, stage: Int32) -> None:
+    """One instruction's tokens: operands are A and B in shared memory, then their scales in tensor memory."""
+    r_a, r_b, t_a, t_b = operands
+    where, scale = (None, None, block, stage), (None, None, block)
+    cute.gemm(atom, target, [r_a[where], t_a[scale]], [r_b[where], t_b[scale]], target)
 
 
 def scale_copy(config: Config, shared: cute.Tensor, columns: cute.Tensor):
@@ -290,7 +299,7 @@ def store_tile(config: cutlass.Constexpr[Config], gmem: Gmem, smem: Smem, acc, s
     r_out = cute.make_rmem_tensor((config.epi_n,), DTYPES[config.out_dtype])
     for i in cutlass.range(config.chunks, unroll=1):
         chunk = i
-        if cutlass.const_expr(config.overlap > 0):
+        if cutlass.const_expr(config.overlap > 0 and acc is not None):
             if tile == 0:
                 chunk = config.chunks - 1 - i
         if cutlass.const_expr(acc is not None):
