@@ -116,6 +116,8 @@ def compare(instruction: Instruction, left: Value, right: Value) -> Value:
     if isinstance(left, int) and isinstance(right, int):
         if signed:
             left, right = _signed(left, bits), _signed(right, bits)
+        else:
+            left, right = left % (1 << bits), right % (1 << bits)
         return _compare(op, left, right) != negated
     for large, other, mirrored in ((left, right, False), (right, left, True)):
         if isinstance(large, Large):

@@ -86,6 +86,7 @@ class Machine:
         self._symbols: dict[str, int] = {}
         self._tid = 0
         self.rank = 0  # of the followed thread's block in its cluster
+        self.most_values = _MOST_VALUES
 
     def _next_stops(self) -> list[int]:
         """For each instruction the next one that matters: an event, a definition, a branch, an end or a merge."""
@@ -177,7 +178,7 @@ class Machine:
                 continue
             if isinstance(value, int) and not isinstance(value, bool) and LARGE_FROM <= value < 1 << 31:
                 known = values_at.setdefault((state.index, name), set())
-                if value not in known and len(known) >= _MOST_VALUES:
+                if value not in known and len(known) >= self.most_values:
                     value = LARGE
                 else:
                     known.add(value)

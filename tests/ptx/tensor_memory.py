@@ -83,6 +83,7 @@ class TensorMemory(_Rings):
     def __init__(self, kernel: Kernel) -> None:
         super().__init__(with_known_base(kernel))
         self.accumulators = Accumulators()
+        self.machine.most_values = COLUMNS // 8  # an epilogue counts through an accumulator's columns
 
     def check(self) -> list[Finding]:
         reached = {tid: self.machine.reached(tid) for tid in warp_leaders(self.kernel)}
