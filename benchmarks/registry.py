@@ -10,6 +10,7 @@ import torch
 from benchmarks.case import Case
 from benchmarks.kda import KdaCase
 from benchmarks.wgrad import WgradCase
+from benchmarks.wgrad_scaled import ScaledWgradCase
 
 WGRAD_SHAPES = (
     (4, 7168, 4096, 4096),
@@ -27,6 +28,8 @@ def _wgrad_cuda() -> list[Case]:
     for name, multiple in (("aligned", 16), ("unaligned", 1)):
         name = f"wgrad_kmajor_{name}_e8_m4096_n4096_k1024"
         cases.append(WgradCase(name, 8, 4096, 4096, 1024, k_major=True, multiple=multiple))
+    for form in ("mxfp8", "nvfp4"):
+        cases += [ScaledWgradCase(f"wgrad_{form}_e{e}_m{m}_n{n}_k{k}", form, e, m, n, k) for e, m, n, k in WGRAD_SHAPES]
     return cases
 
 

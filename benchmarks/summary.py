@@ -10,6 +10,8 @@ from statistics import geometric_mean
 from typing import TYPE_CHECKING
 
 from benchmarks.registry import WGRAD_SHAPES
+from benchmarks.wgrad import token_counts
+from benchmarks.wgrad_scaled import TOKENS
 
 if TYPE_CHECKING:
     from benchmarks.run import Result
@@ -25,7 +27,7 @@ def fields(results: Iterable[Result]) -> Figures:
     `*_vs_*` are time ratios, larger is better for culax. A peer that was not there gives null.
     """
     times: dict[tuple[str, str], Result] = {(r.case, r.implementation): r for r in results}
-    return {**_wgrad(times), **_kda(times)}
+    return {**_wgrad(times), **_mxfp8(times), **_kda(times)}
 
 
 def _wgrad(results: dict[tuple[str, str], Result]) -> Figures:
@@ -39,6 +41,19 @@ def _wgrad(results: dict[tuple[str, str], Result]) -> Figures:
         "wgrad_bf16_geomean_vs_torch": geometric_mean(torch_ratios) if torch_ratios else None,
         "wgrad_bf16_min_vs_torch": min(torch_ratios) if torch_ratios else None,
         "wgrad_bf16_geomean_vs_quack": geometric_mean(quack_ratios) if quack_ratios else None,
+    }
+
+
+def _mxfp8(results: dict[tuple[str, str], Result]) -> Figures:
+    names = [f"wgrad_mxfp8_e{e}_m{m}_n{n}_k{k}" for e, m, n, k in WGRAD_SHAPES]
+    ours = [_graph_ms(results, name, ("culax",)) for name in names]
+    if any(ms is None for ms in ours):
+        return {}
+    ratios = _ratios(ours, [_graph_ms(results, name, ("culax_bf16",)) for name in names])
+    flops = (2.0 * m * n * sum(token_counts(e, k, TOKENS)) for e, m, n, k in WGRAD_SHAPES)
+    return {
+        "wgrad_mxfp8_min_vs_bf16": min(ratios) if ratios else None,
+        "wgrad_mxfp8_max_tflops": max(f / ms / 1e9 for f, ms in zip(flops, ours) if ms is not None),
     }
 
 

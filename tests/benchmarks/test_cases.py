@@ -8,6 +8,7 @@ from benchmarks.case import Cost
 from benchmarks.kda import KdaCase
 from benchmarks.roofline import Ceilings
 from benchmarks.wgrad import WgradCase, token_counts
+from benchmarks.wgrad_scaled import ScaledWgradCase
 
 H200 = Ceilings("H200", 4.23e12, 789e12, "known")
 # Floors in ms of the seven shapes on that card, from the table that the shapes come from.
@@ -17,6 +18,8 @@ KDA = KdaCase("kda", 1, 70, 2, 16, 16, dtype=torch.float32, device="cpu", forwar
 KDA_BWD = KdaCase("kda_bwd", 1, 90, 2, 16, 16, sequences=3, dtype=torch.float32, device="cpu")
 WGRAD = WgradCase("wgrad", 4, 24, 40, 32, dtype=torch.float32, device="cpu")
 K_MAJOR = WgradCase("k_major", 4, 24, 40, 32, dtype=torch.float32, device="cpu", k_major=True, multiple=1)
+MXFP8 = ScaledWgradCase("mxfp8", "mxfp8", 3, 136, 72, 64, device="cpu")
+NVFP4 = ScaledWgradCase("nvfp4", "nvfp4", 3, 136, 72, 64, device="cpu")
 
 
 @pytest.mark.parametrize(("shape", "floor"), list(zip(registry.WGRAD_SHAPES, FLOORS)), ids=str)
@@ -56,7 +59,7 @@ def test_share_is_the_tighter_ceiling():
     assert roofline.share(4.0, Cost(1e3, 2e6), machine) == pytest.approx(0.5)
 
 
-@pytest.mark.parametrize("case", [KDA, KDA_BWD, WGRAD, K_MAJOR], ids=lambda case: case.name)
+@pytest.mark.parametrize("case", [KDA, KDA_BWD, WGRAD, K_MAJOR, MXFP8, NVFP4], ids=lambda case: case.name)
 def test_every_implementation_passes_the_gate(case):
     inputs = case.make_inputs(0)
     truth = case.truth(inputs)
@@ -66,7 +69,7 @@ def test_every_implementation_passes_the_gate(case):
             assert gate.ok, f"{name}: {gate}"
 
 
-@pytest.mark.parametrize("case", [KDA, KDA_BWD, WGRAD, K_MAJOR], ids=lambda case: case.name)
+@pytest.mark.parametrize("case", [KDA, KDA_BWD, WGRAD, K_MAJOR, MXFP8, NVFP4], ids=lambda case: case.name)
 def test_gate_catches_one_wrong_group(case):
     """One chunk of one head, or one expert, off by a tenth: a norm over everything would not see it."""
     inputs = case.make_inputs(0)

@@ -96,8 +96,8 @@ def result(case: str, implementation: str, **timing: float) -> Result:
     return Result(case, "op", implementation, "cuda", "bfloat16", {}, gate, Timing(**timing), 1.0)
 
 
-def wgrad_results(implementation: str, times: list[float]) -> list[Result]:
-    names = [case.name for case in registry.select(["wgrad_bf16*"], "cuda")]
+def wgrad_results(implementation: str, times: list[float], form: str = "bf16") -> list[Result]:
+    names = [case.name for case in registry.select([f"wgrad_{form}*"], "cuda")]
     return [result(name, implementation, graph_ms=ms) for name, ms in zip(names, times)]
 
 
@@ -110,6 +110,14 @@ def test_summary_of_wgrad():
     assert fields["wgrad_bf16_geomean_vs_quack"] is None
     either = [*wgrad_results("quack", [3.0] * 7), *wgrad_results("quack_dynamic", [0.5] * 7)]
     assert summary.fields([*ours, *peers, *either])["wgrad_bf16_geomean_vs_quack"] == pytest.approx(0.5)
+
+
+def test_summary_of_block_scaled_wgrad():
+    ours = wgrad_results("culax", [1.0] * 7, "mxfp8")
+    fields = summary.fields([*ours, *wgrad_results("culax_bf16", [0.5] + [2.0] * 6, "mxfp8")])
+    assert fields["wgrad_mxfp8_min_vs_bf16"] == pytest.approx(0.5)
+    flops = max(case.cost().flops for case in registry.select(["wgrad_mxfp8*"], "cuda"))
+    assert fields["wgrad_mxfp8_max_tflops"] == pytest.approx(flops / 1e9)
 
 
 def test_summary_leaves_out_what_was_not_measured():

@@ -294,13 +294,17 @@ def multiply(config: cutlass.Constexpr[Config], operands, gmem: Gmem, smem: Smem
                 atom.set(warpgroup.Field.ACCUMULATE, True)
             warpgroup.commit_group()
             warpgroup.wait_group(1)
-            if cutlass.const_expr(half == 0):
+            if cutlass.const_expr(config.fault == "weak_release"):
+                if cutlass.const_expr(half == 1):
+                    rings.ready.consumer_release(state)
+            elif cutlass.const_expr(half == 0):
                 if k > 0:
                     rings.ready.consumer_release(behind)
                     behind.advance()
         state.advance()
     warpgroup.wait_group(0)
-    rings.ready.consumer_release(behind)
+    if cutlass.const_expr(config.fault != "weak_release"):
+        rings.ready.consumer_release(behind)
     if cutlass.const_expr(gmem.global_a is not None):
         for factor in cutlass.range_constexpr(2):
             scale = (gmem.global_a if factor == 0 else gmem.global_b)[expert]
