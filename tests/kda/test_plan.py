@@ -84,15 +84,24 @@ def test_shared_memory_and_threads_fit(config):
     ("config", "smem", "threads"),
     [
         (PrepConfig(128, 128), 77_056, 256),
-        (ScanConfig(128, 128), 221_248, 160),
-        (ReverseScanConfig(128, 128), 225_840, 160),
-        (LocalConfig(128, 128, partial=False), 226_064, 512),
-        (LocalConfig(64, 64, partial=False), 140_816, 256),
+        (ScanConfig(128, 128), 215_104, 160),
+        (ReverseScanConfig(128, 128), 222_768, 160),
+        (LocalConfig(128, 128, partial=False), 115_504, 256),
+        (LocalConfig(64, 128, partial=False), 123_696, 256),
     ],
     ids=repr,
 )
 def test_shared_memory_is_what_the_kernels_were_seen_to_take(config, smem, threads):
     assert (config.smem_bytes, config.threads) == (smem, threads)
+
+
+@pytest.mark.parametrize("key_dim", plan.DIMS)
+@pytest.mark.parametrize("value_dim", plan.DIMS)
+def test_two_local_ctas_fit_on_an_sm_but_for_128_value_columns(key_dim, value_dim):
+    config = LocalConfig(key_dim, value_dim, partial=False)
+    assert config.ctas == (1 if config.value_columns == 128 else 2)
+    assert config.ctas * (config.smem_bytes + 1024) <= 228 * 1024
+    assert config.splits * config.value_columns >= value_dim
 
 
 @pytest.mark.parametrize("config", [ScanConfig(128, 128), ReverseScanConfig(128, 128)], ids=repr)

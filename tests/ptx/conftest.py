@@ -34,7 +34,7 @@ CI = (
     "wgrad_nvfp4_bf16_k_k_pair_list_sm10*",
     "wgrad_nvfp4_fp32_ragged_one_add_sm100",
     "kda_backward_k64_v64_shares_sm90a",
-    "kda_backward_k64_v128_beta16_sm90a",
+    "kda_backward_k128_v64_beta16_sm90a",
     "kda_backward_k128_v128_sm90a",
     "kda_backward_k128_v128_shares_beta16_sm90a",
 )

@@ -50,6 +50,11 @@ def select(condition: cutlass.Boolean, yes: cutlass.Float32, no: float | cutlass
     return cutlass.Float32(cutlass.cutlass_dsl.select_(condition, cutlass.Float32(yes), cutlass.Float32(no)))
 
 
+def select_int(condition: cutlass.Boolean, yes: int | cutlass.Int32, no: int | cutlass.Int32) -> cutlass.Int32:
+    """`yes` where the condition holds, else `no`."""
+    return cutlass.Int32(cutlass.cutlass_dsl.select_(condition, cutlass.Int32(yes), cutlass.Int32(no)))
+
+
 def exp2(x: cutlass.Float32) -> cutlass.Float32:
     """2 to the power x, error within 2 ulp, 0 below the normal range."""
     return cute.math.exp2(x, fastmath=True)

@@ -28,6 +28,12 @@ def allocate_images(memory: cutlass.memory.SmemAllocator, rows: int, columns: in
     return memory.allocate_tensor(cutlass.BFloat16, layout.outer, 1024, layout.inner)
 
 
+def image_at(start: cute.Pointer, rows: int, columns: int) -> cute.Tensor:
+    """One image over memory at hand, from a pointer of 1024-byte alignment, as a tensor [rows, columns, 1]."""
+    layout = image_layout(rows, columns, 1)
+    return cute.make_tensor(cute.recast_ptr(start, layout.inner, dtype=cutlass.BFloat16), layout.outer)
+
+
 def transposed(images: cute.Tensor) -> cute.Tensor:
     """View of images [rows, columns, stages] as [columns, rows, stages]: the same operand along its other dimension."""
     rows, columns, stages = (cute.size(images, mode=[mode]) for mode in range(3))

@@ -9,7 +9,7 @@ PAD = 8
 VECTOR = 8
 """Elements of 2 bytes in one 16-byte access."""
 
-PADDED_RESULTS = True
+PADDED_RESULTS = False
 """Whether the tapes h, v_new, dh, dvn hold padded tiles, as local reads them, and not images (images.py)."""
 
 

@@ -91,9 +91,9 @@ def _ldmatrix(tile: cute.Tensor) -> cute.CopyAtom:
     return cute.make_copy_atom(warp.LdMatrix8x8x16bOp(transpose=tile.stride[1] != 1, num_matrices=4), cutlass.BFloat16)
 
 
-def gemm(acc: cute.Tensor, a: cute.Tensor, b: cute.Tensor) -> None:
+def gemm(acc: cute.Tensor, a: cute.Tensor, b: cute.Tensor, keep: tuple[int, int] | None = None) -> None:
     """Add one warp's product ``a b^T`` to `acc` (fp32 fragment of [m, n]); a is [m, k], b [n, k] in shared memory, k a
-    multiple of 16."""
+    multiple of 16. `keep`: which of the 8 x 8 quadrants of an a of [16, 16] counts, the others are taken for zero."""
     mma = _warp_mma()
     lane = cute.arch.lane_idx()
     mine = mma.get_slice(lane)
@@ -106,6 +106,10 @@ def gemm(acc: cute.Tensor, a: cute.Tensor, b: cute.Tensor) -> None:
     for k in range(cute.size(frag_a, mode=[2])):
         cute.copy(load_a, source_a[None, None, k], into_a[None, None, k])
         cute.copy(load_b, source_b[None, None, k], into_b[None, None, k])
+        if keep is not None:
+            for i in range(cute.size(frag_a)):
+                if (i // 2 % 2, i // 4) != keep:
+                    frag_a[i] = cutlass.BFloat16(0.0)
         cute.gemm(mma, acc, frag_a[None, None, k], frag_b[None, None, k], acc)
 
 

@@ -1,11 +1,25 @@
-"""What the local kernel is compiled for, and its shared memory and threads as plain numbers."""
+"""What the local kernel is compiled for, and its shared memory, threads and cluster as plain numbers."""
 
 from dataclasses import dataclass
 
-from culax.device.sizes import BLOCK, CHUNK, barrier_bytes, tile_elements
+from culax.device.sizes import CHUNK, barrier_bytes
 
-KEYS = 32
-"""Key columns of a warp: one a lane when it works on columns."""
+KEYS = 64
+"""Key columns of a CTA."""
+EIGHT = 8
+"""Rows of a diagonal block, whose decays are taken row by row."""
+GROUP = 128
+"""Threads of a warpgroup."""
+THREADS = 2 * GROUP
+"""Threads of a CTA: one for 8 rows of two key columns."""
+KD_UNIT, V_UNIT = 3, 12
+"""Units of the operand kd, and the first one of v: tiles that are done with when the diagonal blocks are made."""
+BARRIERS = 3
+"""Transaction barriers: for the loads, and for what the cluster's other CTA sends."""
+SM_BYTES, RESERVED_BYTES = 233_472, 1024
+"""Shared memory of an SM, and what of it each CTA takes besides its own."""
+UNIT = CHUNK * KEYS
+"""Elements of a unit of shared memory: a [64, 64] tile of bf16."""
 
 
 @dataclass(frozen=True)
@@ -21,38 +35,37 @@ class LocalConfig:
     partial: bool
 
     @property
-    def groups(self) -> int:
-        """Warps that share a block of 16 rows; each has 32 key columns."""
+    def threads(self) -> int:
+        """Threads of a CTA."""
+        return THREADS
+
+    @property
+    def splits(self) -> int:
+        """CTAs of a cluster, which share a chunk and value head: each has 64 key columns."""
         return self.key_dim // KEYS
 
     @property
-    def threads(self) -> int:
-        """One thread a block of 16 rows and key column."""
-        return CHUNK // BLOCK * self.key_dim
+    def value_columns(self) -> int:
+        """Value columns of a CTA in dv and dvn v^T, a multiple of 64; ranks behind the last column have none."""
+        return max(self.value_dim // self.splits, KEYS)
 
     @property
-    def state_bytes(self) -> int:
-        """A slot that holds h or dh [K, V] in bf16 first and a [64, K] tile of fp32 later."""
-        return max(2 * tile_elements(self.key_dim, self.value_dim), 4 * tile_elements(CHUNK, self.key_dim))
+    def units(self) -> int:
+        """Units that the tiles take up: do, v_new, dvn, h, dh two each, P, k, v."""
+        return V_UNIT + self.value_columns // KEYS
 
     @property
-    def row_elements(self) -> int:
-        """Elements of a slot that holds a [64, V] tile first and a [64, K] tile later."""
-        return tile_elements(CHUNK, max(self.key_dim, self.value_dim))
+    def scratch_floats(self) -> int:
+        """fp32 scratch: diagonal blocks of E and dL [64, 8], decays and sums of k dks [8, 64], sums of h dh, beta and
+        sums by row [64]."""
+        return 2 * CHUNK * EIGHT + 2 * CHUNK // EIGHT * KEYS + KEYS + 2 * CHUNK
 
     @property
-    def vector_floats(self) -> int:
-        """fp32 scratch: E's and dL's diagonal blocks [64, 16], sums over blocks [4, K] twice, h dh [K], beta and two
-        sums by row."""
-        return 2 * CHUNK * BLOCK + (2 * CHUNK // BLOCK + 1) * self.key_dim + CHUNK * (1 + 2 * self.groups)
+    def ctas(self) -> int:
+        """CTAs that an SM holds: two, unless the tiles of 128 value columns are in the way."""
+        return 2 if self.smem_bytes <= SM_BYTES // 2 - RESERVED_BYTES else 1
 
     @property
     def smem_bytes(self) -> int:
-        """q, k; v, v_new, dvn, do; two state slots; P, E and two squares; scratch; a barrier."""
-        rows = 2 * tile_elements(CHUNK, self.key_dim) + 4 * self.row_elements
-        return (
-            2 * (rows + 4 * tile_elements(CHUNK, CHUNK))
-            + 2 * self.state_bytes
-            + 4 * self.vector_floats
-            + barrier_bytes(1)
-        )
+        """Units, scratch, the chunk's row of the table, barriers."""
+        return 2 * UNIT * self.units + 4 * self.scratch_floats + 16 + barrier_bytes(BARRIERS)

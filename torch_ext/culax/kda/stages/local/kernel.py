@@ -1,83 +1,81 @@
 """Local: all gradients of a chunk but the states', fused (B1's E, B3, B4, B6), for all chunks at once.
 
-One CTA a chunk and value head, K / 8 warps, one role; every operand is read once and every gradient written once. No
-pipeline: a CTA loads once. Timeline, a barrier between the lines:
+A cluster of K / 64 CTAs a chunk and value head; a CTA has 64 key columns and its share of the value columns, two
+warpgroups, and leaves room for a second CTA on its SM, whose products fill its waits. Every tile is loaded once, so
+there is no ring: a tile's place is taken by later ones behind the barrier that follows the wait for all products that
+read it. Timeline, a barrier between the lines; what the two warpgroups do is divided by |:
 
-    loads of do v_new dvn h dh; q k v P and the gates arrive later
-    E, do S^T, v_new dS^T, dW; sums of S dS; gates summed within blocks
-    G into h's slot, its sums within blocks into dh's, ke into v_new's, dW into do's
-    M to its square; dX, dY; sums of k dks and dY v
-    dv into ke's slot; kd, qd, kbd into the slots of v, dvn, dW
-    P^T M; dv leaves
-    dL into M's square
-    off-diagonal blocks
-    dq, x and t by columns through the slots of v .. do and the squares: diagonal blocks, reverse sum
+    loads of do v_new dvn h dh k v P beta and the gates; gates summed within 8 rows
+    do S^T, P^T dvn | do v_new^T, dvn v^T
+    dv over v, dvn S^T | E over do, v_new dS^T; sums of S dS
+    dW | dks; ke; q is loaded over v_new
+    dX | M's second part, sent to the other CTA; dv leaves; kd; sums of k dks
+    M with what the other CTA sent, P^T M, dL in the second; qd, kbd
+    dq, x from earlier blocks | t from later blocks
+    diagonal blocks by columns, sums of dG within 8 rows
     outputs
 """
 
 import cutlass
 import cutlass.cute as cute
 
-from culax.device import bulk, chunks, fakes, gates, warp_tiles
+from culax.device import chunks, fakes, launches
 from culax.device.sizes import CHUNK
-from culax.kda.stages.local import columns, layouts, roles
-from culax.kda.stages.local.config import LocalConfig
+from culax.kda.stages.local import columns, layouts, memory, roles
+from culax.kda.stages.local.config import GROUP, THREADS, LocalConfig
 
 
 @cute.jit
 def _local(
-    config: cutlass.Constexpr, gmem: roles.Gmem, smem: layouts.Smem, task: roles.Task, scale: cutlass.Float32
+    config: cutlass.Constexpr, gmem: memory.Gmem, smem: layouts.Smem, task: memory.Task, scale: cutlass.Float32
 ) -> None:
-    warp = roles.warp_of(config)
-    raw_gates = roles.load_inputs(config, gmem, smem, task)
-    rows = task.chunk.rows
-    cute.arch.cp_async_wait_group(1)
-    bulk.wait(smem.arrived, 0)
+    sums = columns.load_gates(gmem, task)
+    memory.load_inputs(config, gmem, smem, task)
+    columns.cumulate(sums, smem)
+    memory.wait_for_inputs(smem)
+    if cute.arch.make_warp_uniform(cute.arch.thread_idx()[0] // GROUP) == 0:
+        roles.first(config, gmem, smem, task, sums, scale)
+    else:
+        roles.second(config, gmem, smem, task, sums, scale)
     cute.arch.sync_threads()
-    parts, dw = roles.state_products(config, smem, warp, scale)
-    roles.state_row_sums(config, smem)
-    inside = gates.cumulate(raw_gates, smem.gate_sums)
-    cute.arch.cp_async_wait_group(0)
-    cute.arch.sync_threads()
-    before, _ = gates.before_and_last(smem.gate_sums, width=1)
-    owner = columns.Owner(*gates.column_owner(config.key_dim, width=1))
-    warp_tiles.store_fragment(dw, warp.keys(smem.dw))
-    columns.gate_and_keys(smem, owner, inside, before[0])
-    cute.arch.sync_threads()
-    dx = roles.key_products(config, smem, warp)
-    roles.apply_gates(smem, warp, parts, dx, rows - 1, scale)
-    dv = roles.value_gradient(config, smem, warp)
-    cute.arch.sync_threads()
-    warp_tiles.store_fragment(dv, warp.part(smem.dv, config.value_dim // config.groups))
-    columns.block_operands(smem, owner)
-    cute.arch.sync_threads()
-    chunks.store_rows(smem.dv, chunks.chunk_rows(gmem.dv, task.chunk, task.value_head), rows, config.threads)
-    roles.inverse_gradient(config, smem, warp)
-    cute.arch.sync_threads()
-    roles.earlier_blocks(smem, warp, parts)
-    roles.later_blocks(smem, warp, parts)
-    # All warps have read kd, qd, kbd, E and dL before the stage tiles take their slots.
-    cute.arch.sync_threads()
-    columns.finish(config, gmem, smem, task, warp, owner, parts)
+    if cutlass.const_expr(config.splits > 1):
+        cute.arch.cluster_arrive_relaxed()
+    columns.finish(config, gmem, smem, task, sums)
 
 
 @cute.kernel
 def local_kernel(
-    gmem: roles.Gmem,
+    gmem: memory.Gmem,
     value_heads: cutlass.Int32,
     group: cutlass.Int32,
     scale: cutlass.Float32,
     config: cutlass.Constexpr,
 ) -> None:
-    """Grid (NT * HV): CTA i is value head i mod HV of chunk i / HV."""
+    """Grid (NT * HV * splits): CTA i is rank i mod splits of cluster j = i / splits, that of value head j mod HV of
+    chunk j / HV."""
     cta = cute.arch.block_idx()[0]
-    index, value_head = cta // value_heads, cta % value_heads
-    task = roles.Task(index, chunks.read_chunk(gmem.table, index), value_head, value_head // group)
+    cluster, rank = cta // config.splits, cta % config.splits
+    index, value_head = cluster // value_heads, cluster % value_heads
+    task = memory.Task(index, chunks.read_chunk(gmem.table, index), value_head, value_head // group, rank)
     smem = layouts.allocate(config)
     if task.chunk.rows > 0:
         _local(config, gmem, smem, task, scale)
     if task.chunk.rows < 0:
-        columns.write_zeros(config, gmem, task)
+        memory.write_zeros(config, gmem, task)
+
+
+def launch(config: LocalConfig, gmem: memory.Gmem, heads: tuple, scale: cutlass.Float32, stream) -> None:
+    """heads: value heads, and value heads of a query head."""
+    value_heads, group = heads
+    with launches.most_shared_memory():
+        local_kernel(gmem, value_heads, group, scale, config).launch(
+            grid=(gmem.table.shape[0] * value_heads * config.splits, 1, 1),
+            block=(THREADS, 1, 1),
+            cluster=(config.splits, 1, 1),
+            min_blocks_per_mp=config.ctas,
+            preferred_smem_carveout=100,
+            stream=stream,
+        )
 
 
 def entry(config: LocalConfig) -> tuple:
@@ -110,11 +108,9 @@ def entry(config: LocalConfig) -> tuple:
         stream,
     ) -> None:
         count, value_heads = table.shape[0], v.shape[2]
-        gmem = roles.Gmem(q, k, v, g, beta, do, akk, v_new, dvn, h, dh, table, dq, dk, dv, dg, dbeta)
+        gmem = memory.Gmem(q, k, v, g, beta, do, akk, v_new, dvn, h, dh, table, dq, dk, dv, dg, dbeta)
         if count * value_heads > 0:
-            local_kernel(gmem, value_heads, value_heads // q.shape[2], scale, config).launch(
-                grid=(count * value_heads, 1, 1), block=(config.threads, 1, 1), stream=stream
-            )
+            launch(config, gmem, (value_heads, value_heads // q.shape[2]), scale, stream)
 
     key, value = config.key_dim, config.value_dim
     bf16 = cutlass.BFloat16
@@ -127,10 +123,10 @@ def entry(config: LocalConfig) -> tuple:
         fakes.column(cutlass.Float32),
         fakes.rows(bf16, value),
         fakes.rows(bf16, CHUNK),
-        fakes.tape(CHUNK, value),
-        fakes.tape(CHUNK, value),
-        fakes.tape(key, value),
-        fakes.tape(key, value),
+        fakes.image(CHUNK, value),
+        fakes.image(CHUNK, value),
+        fakes.image(key, value),
+        fakes.image(key, value),
         fakes.table(),
         fakes.rows(out, key),
         fakes.rows(out, key),

@@ -1,111 +1,169 @@
-"""Shared memory of the local kernel."""
+"""Shared memory of the local kernel: units of [64, 64] bf16, what lies in them when, and how it is looked at."""
 
 from dataclasses import dataclass
 
 import cutlass
 import cutlass.cute as cute
 
+from culax.device import images
 from culax.device.bulk import allocate_barriers
-from culax.device.sizes import BLOCK, CHUNK, PAD, tile_elements
-from culax.device.warp_tiles import allocate_tiles, padded_tile
-from culax.kda.stages.local.config import LocalConfig
+from culax.device.sizes import CHUNK
+from culax.kda.stages.local.config import BARRIERS, EIGHT, KD_UNIT, KEYS, UNIT, V_UNIT, LocalConfig
 
 
 @dataclass(frozen=True)
 class Smem:
-    """Tiles; a name after a comma is the slot's later content, in the order of the timeline in kernel.py.
+    """Barriers, starts of tiles (bf16 images unless noted) and scratch (fp32 unless noted).
 
-    q, k [64, K]; v, kd; v_new, ke, dv; dvn, qd; do, dW, kbd: [64, V] or [64, K]; h, dh [K, V]; [64, K] in fp32: gate in
-    h's slot, sums within blocks in dh's, dq in those of v and v_new, x in those of dvn and do, t over the squares;
-    squares [64, 64]: P, E, M then dL, P^T M; fp32: E's and dL's diagonal blocks [64, 16], gate sums and k dks by block
-    [4, K], h dh [K], beta [64], sums by row [64, groups].
+    arrived: of all loads at the start; m_arrived, sums_arrived: of what the cluster's other CTA sends.
+    Loaded first: do, v_new, dvn [64, V], h, dh [64, V], v [64, columns], k [64, 64], p (P).
+    Over them, in the order of the timeline in kernel.py: e, dw, ke, q; dks fp32; dv over v; received fp32 (M's other
+    part); kd, qd, kbd (decayed to the ends of 16 rows), middle (to the middle: k in the upper, q in the lower 8 rows of
+    each 16), kb_middle; m; dl, x with their signs changed; dq, x, t fp32 [64, 64]; dq_share fp32.
+
+    e_diagonal, dl_diagonal [64, 8]; decays [8, 64] over each 8 rows; key_sums [8, 64] of k dks by 8 rows, before that
+    [4, 64] of h dh by quarters of V; state_sums [64] of h dh; beta, row_sums [64], and peer_sums [64] in middle's unit;
+    chunk [4] int32, the row of the chunk table.
     """
 
     arrived: cute.Pointer
-    q: cute.Tensor
-    k: cute.Tensor
-    v: cute.Tensor
-    kd: cute.Tensor
-    v_new: cute.Tensor
-    ke: cute.Tensor
-    dv: cute.Tensor
-    dvn: cute.Tensor
-    qd: cute.Tensor
-    do: cute.Tensor
-    dw: cute.Tensor
-    kbd: cute.Tensor
-    h: cute.Tensor
-    dh: cute.Tensor
-    gate: cute.Tensor
-    dq: cute.Tensor
-    x: cute.Tensor
-    inside: cute.Tensor
-    t: cute.Tensor
-    p: cute.Tensor
-    e: cute.Tensor
-    square: cute.Tensor
-    p_m: cute.Tensor
+    m_arrived: cute.Pointer
+    sums_arrived: cute.Pointer
+    do: cute.Pointer
+    v_new: cute.Pointer
+    dvn: cute.Pointer
+    h: cute.Pointer
+    dh: cute.Pointer
+    p: cute.Pointer
+    k: cute.Pointer
+    v: cute.Pointer
+    e: cute.Pointer
+    dw: cute.Pointer
+    ke: cute.Pointer
+    q: cute.Pointer
+    dks: cute.Pointer
+    received: cute.Pointer
+    kd: cute.Pointer
+    qd: cute.Pointer
+    kbd: cute.Pointer
+    middle: cute.Pointer
+    kb_middle: cute.Pointer
+    m: cute.Pointer
+    dl: cute.Pointer
+    dq: cute.Pointer
+    x: cute.Pointer
+    t: cute.Pointer
+    dq_share: cute.Pointer
     e_diagonal: cute.Tensor
     dl_diagonal: cute.Tensor
-    gate_sums: cute.Tensor
+    decays: cute.Tensor
     key_sums: cute.Tensor
     state_sums: cute.Tensor
     beta: cute.Tensor
-    value_row_sums: cute.Tensor
-    key_row_sums: cute.Tensor
+    row_sums: cute.Tensor
+    chunk: cute.Tensor
+    peer_sums: cute.Tensor
 
 
 def allocate(config: LocalConfig) -> Smem:
-    """Take the slots from the CTA's shared memory and lay the tiles over them."""
+    """Take the units and the scratch from the CTA's shared memory."""
     memory = cutlass.memory.SmemAllocator()
-    key, value = config.key_dim, config.value_dim
-    rows = memory.allocate_array(cutlass.BFloat16, 4 * config.row_elements, byte_alignment=16)
-    slots = [rows + i * config.row_elements for i in range(4)]
-    states = [memory.allocate_array(cutlass.BFloat16, config.state_bytes // 2, byte_alignment=16) for _ in range(2)]
-
-    square = tile_elements(CHUNK, CHUNK)
-    squares = memory.allocate_array(cutlass.BFloat16, 4 * square, byte_alignment=16)
+    start = memory.allocate_array(cutlass.BFloat16, UNIT * config.units, byte_alignment=1024)
+    unit = [start + UNIT * i for i in range(config.units)]
 
     def floats(*shape: int) -> cute.Tensor:
         order = tuple(reversed(range(len(shape))))
         return memory.allocate_tensor(cutlass.Float32, cute.make_ordered_layout(shape, order=order), 16)
 
-    def wide(slot: cute.Pointer) -> cute.Tensor:
-        layout = cute.make_layout((CHUNK, key), stride=(key + PAD, 1))
-        return cute.make_tensor(cute.recast_ptr(slot, dtype=cutlass.Float32), layout)
+    def wide(first: int) -> cute.Pointer:
+        return cute.recast_ptr(unit[first], dtype=cutlass.Float32)
 
-    blocks = CHUNK // BLOCK
+    barriers = allocate_barriers(memory, BARRIERS)
     return Smem(
-        arrived=allocate_barriers(memory, 1),
-        q=allocate_tiles(memory, CHUNK, key),
-        k=allocate_tiles(memory, CHUNK, key),
-        v=padded_tile(slots[0], CHUNK, value),
-        kd=padded_tile(slots[0], CHUNK, key),
-        v_new=padded_tile(slots[1], CHUNK, value),
-        ke=padded_tile(slots[1], CHUNK, key),
-        dv=padded_tile(slots[1], CHUNK, value),
-        dvn=padded_tile(slots[2], CHUNK, value),
-        qd=padded_tile(slots[2], CHUNK, key),
-        do=padded_tile(slots[3], CHUNK, value),
-        dw=padded_tile(slots[3], CHUNK, key),
-        kbd=padded_tile(slots[3], CHUNK, key),
-        h=padded_tile(states[0], key, value),
-        dh=padded_tile(states[1], key, value),
-        gate=wide(states[0]),
-        dq=wide(slots[0]),
-        x=wide(slots[2]),
-        inside=wide(states[1]),
-        t=wide(squares),
-        p=padded_tile(squares, CHUNK, CHUNK),
-        e=padded_tile(squares + 1 * square, CHUNK, CHUNK),
-        square=padded_tile(squares + 2 * square, CHUNK, CHUNK),
-        p_m=padded_tile(squares + 3 * square, CHUNK, CHUNK),
-        e_diagonal=floats(CHUNK, BLOCK),
-        dl_diagonal=floats(CHUNK, BLOCK),
-        gate_sums=floats(blocks, key),
-        key_sums=floats(blocks, key),
-        state_sums=floats(key),
+        arrived=barriers,
+        m_arrived=barriers + 1,
+        sums_arrived=barriers + 2,
+        do=unit[0],
+        v_new=unit[2],
+        dvn=unit[4],
+        h=unit[6],
+        dh=unit[8],
+        p=unit[10],
+        k=unit[11],
+        v=unit[V_UNIT],
+        e=unit[0],
+        ke=unit[1],
+        q=unit[2],
+        kd=unit[KD_UNIT],
+        dks=wide(4 if config.splits > 1 else 6),
+        qd=unit[4],
+        kbd=unit[5],
+        received=wide(6),
+        middle=unit[8],
+        kb_middle=unit[V_UNIT],
+        dw=unit[9],
+        m=unit[9],
+        dl=unit[1],
+        dq=wide(6),
+        x=wide(9),
+        t=wide(4),
+        dq_share=wide(0),
+        e_diagonal=floats(CHUNK, EIGHT),
+        dl_diagonal=floats(CHUNK, EIGHT),
+        decays=floats(CHUNK // EIGHT, KEYS),
+        key_sums=floats(CHUNK // EIGHT, KEYS),
+        state_sums=floats(KEYS),
         beta=floats(CHUNK),
-        value_row_sums=floats(CHUNK, config.groups),
-        key_row_sums=floats(CHUNK, config.groups),
+        row_sums=floats(CHUNK),
+        chunk=memory.allocate_tensor(cutlass.Int32, cute.make_layout((4,)), 16),
+        peer_sums=cute.make_tensor(wide(8), cute.make_layout((CHUNK,))),
     )
+
+
+def flat(start: cute.Pointer, elements: int = UNIT) -> cute.Tensor:
+    """A tile as the vector of its elements in the order of memory."""
+    return cute.make_tensor(start, cute.make_layout((elements,)))
+
+
+def square(start: cute.Pointer) -> cute.Tensor:
+    """An image of [64, 64] as a tensor for ldmatrix."""
+    swizzled = images.image_at(start, CHUNK, KEYS).iterator
+    return cute.make_tensor(swizzled, cute.make_layout((CHUNK, KEYS), stride=(KEYS, 1)))
+
+
+def lane() -> cutlass.Int32:
+    """The thread's lane through a shuffle, which no compiler sees through: what follows from it is computed where it is
+    needed, and takes no registers between."""
+    lane = cute.arch.lane_idx()
+    return cute.arch.shuffle_sync(lane, lane)
+
+
+def thread() -> cutlass.Int32:
+    """The thread's index in the CTA, from `lane`."""
+    return cute.arch.make_warp_uniform(cute.arch.warp_idx()) * 32 + lane()
+
+
+def pair_of(row: cutlass.Int32, within: cutlass.Int32, i: int) -> cutlass.Int32:
+    """A place, in pairs, in an image of [64, 64]; in fp32 tiles likewise.
+
+    With within = lane and i = row % 8 that of columns 2 lane and the next one; with within = 4 (row % 8) + t that of
+    columns 8 i + 2 t and the next one. Groups of 8 columns change places with the row, so that neither a warp's columns
+    of one row nor its part of an accumulator meet bank conflicts.
+    """
+    return row * (KEYS // 2) + (within ^ (4 * i))
+
+
+def read_pair(tile: cute.Tensor, place: cutlass.Int32) -> list[cutlass.Float32]:
+    """Two neighbouring elements of a flat tile in fp32."""
+    raw = cute.make_rmem_tensor((2,), tile.element_type)
+    cute.autovec_copy(cute.local_tile(tile, (2,), (place,)), raw)
+    return [raw[0].to(cutlass.Float32), raw[1].to(cutlass.Float32)]
+
+
+def write_pair(tile: cute.Tensor, place: cutlass.Int32, values: list[cutlass.Float32]) -> None:
+    """Round and store two neighbouring elements of a flat tile."""
+    pair = cute.make_rmem_tensor((2,), cutlass.Float32)
+    pair[0], pair[1] = values
+    rounded = cute.make_rmem_tensor((2,), tile.element_type)
+    rounded.store(pair.load().to(tile.element_type))
+    cute.autovec_copy(rounded, cute.local_tile(tile, (2,), (place,)))
