@@ -175,12 +175,12 @@ def given_tapes(truth_: Truth, tapes: kda_stages.Tapes, names: tuple[str, ...]) 
     """Fill some tapes with the truth's."""
     for name in names:
         tape, tiles = getattr(tapes, name), truth_.given[name]
-        tape.copy_(to_image(tiles) if tape.dim() == 3 and tiles.dim() == 4 else tiles)
+        tape.copy_(tiles if name == "decay" else to_image(tiles))
 
 
 def read_tape(tape: Tensor, like: Tensor) -> Tensor:
     """A tape's tiles [chunks, heads, R, D], of the shape of `like`."""
-    return from_image(tape, *like.shape[-2:]) if tape.dim() == 3 else tape
+    return from_image(tape, *like.shape[-2:])
 
 
 def assert_close(

@@ -9,7 +9,6 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from culax.device.sizes import PAD, PADDED_RESULTS, tile_elements
 from culax.kda.launch import Inputs
 from culax.kda.plan import Plan
 from culax.kda.problem import CHUNK
@@ -19,8 +18,7 @@ from culax.runtime import load
 @dataclass(frozen=True)
 class Tapes:
     """Workspaces between the kernels: [NT, HV, rows * columns] in bf16, each entry the image of a tile as
-    device/images.py states it (h, v_new, dh, dvn: padded tiles [NT, HV, rows, columns]), decay [NT, HV, K] in fp32, the
-    chunk table [rows, 4] and bounds [N + 1] in int32."""
+    device/images.py states it, decay [NT, HV, K] in fp32, the chunk table [rows, 4] and bounds [N + 1] in int32."""
 
     table: Tensor
     bounds: Tensor
@@ -48,18 +46,10 @@ def allocate(inputs: Inputs) -> Tapes:
     each = -(-tokens // CHUNK)
     chunks = each + sequences if packed else each * batch
     keys, values, states = (CHUNK, key_dim), (CHUNK, value_dim), (key_dim, value_dim)
-    shapes = (keys, values, keys, keys, states, values, states, values)
-    padded = (False,) * 4 + (PADDED_RESULTS,) * 4
-    sizes = [tile_elements(*shape) if rows else shape[0] * shape[1] for shape, rows in zip(shapes, padded)]
+    sizes = [rows * columns for rows, columns in (keys, values, keys, keys, states, values, states, values)]
     buffer = torch.empty(chunks * heads * sum(sizes), dtype=torch.bfloat16, device=device)
-    views, offset = [], 0
-    for (rows, columns), size, pad in zip(shapes, sizes, padded):
-        if pad:
-            view = buffer.as_strided((chunks, heads, rows, columns), (heads * size, size, columns + PAD, 1), offset)
-        else:
-            view = buffer.as_strided((chunks, heads, size), (heads * size, size, 1), offset)
-        views.append(view)
-        offset += chunks * heads * size
+    parts = buffer.split([chunks * heads * size for size in sizes])
+    views = [part.view(chunks, heads, size) for part, size in zip(parts, sizes)]
     minus_w, u, qg, kg, h, v_new, dh, dvn = views
     return Tapes(
         table=torch.empty((chunks + 2 * packed, 4), dtype=torch.int32, device=device),

@@ -91,26 +91,3 @@ def load_rows(source: cute.Tensor, tile: cute.Tensor, rows: cutlass.Int32, threa
             cute.copy(copy, source_part[None, i, None], tile_part[None, i, None])
         else:
             tile_part[None, i, None].fill(0)
-
-
-def load_tile(source: cute.Tensor, tile: cute.Tensor, threads: int) -> None:
-    """`load_rows` of rows that are all valid."""
-    copy, source_part, tile_part, _ = _row_parts(_async_atom(cutlass.BFloat16), source, tile, threads)
-    cute.copy(copy, source_part, tile_part)
-
-
-@cute.jit
-def store_rows(tile: cute.Tensor, target: cute.Tensor, rows: cutlass.Int32, threads: cutlass.Constexpr) -> None:
-    """Copy the first `rows` rows of a [R, D] tile to global memory, 16 bytes a thread."""
-    atom = cute.make_copy_atom(cute.nvgpu.CopyUniversalOp(), tile.element_type, num_bits_per_copy=128)
-    copy, tile_part, target_part, where = _row_parts(atom, tile, target, threads)
-    for i in cutlass.range_constexpr(cute.size(tile_part, mode=[1])):
-        if where[0, i, 0][0] < rows:
-            cute.copy(copy, tile_part[None, i, None], target_part[None, i, None])
-
-
-def store_tile(tile: cute.Tensor, target: cute.Tensor, threads: int) -> None:
-    """Copy a [R, D] tile to global memory, 16 bytes a thread."""
-    atom = cute.make_copy_atom(cute.nvgpu.CopyUniversalOp(), tile.element_type, num_bits_per_copy=128)
-    copy, tile_part, target_part, _ = _row_parts(atom, tile, target, threads)
-    cute.copy(copy, tile_part, target_part)

@@ -4,8 +4,6 @@ import cutlass
 import cutlass.cute as cute
 from cutlass.cute.runtime import make_fake_compact_tensor, make_fake_stream, make_fake_tensor
 
-from culax.device.sizes import PAD, PADDED_RESULTS, VECTOR
-
 
 def rows(dtype: type[cutlass.Numeric], width: int) -> cute.Tensor:
     """[B, T, heads, width], last dimension contiguous, the other strides multiples of 16 bytes, 64-bit."""
@@ -21,25 +19,12 @@ def column(dtype: type[cutlass.Numeric]) -> cute.Tensor:
     return make_fake_tensor(dtype, tuple(cute.sym_int32() for _ in range(3)), stride=strides)
 
 
-def tape(rows: int, columns: int) -> cute.Tensor:
-    """bf16 [chunks, heads, rows, columns], each entry the image of a padded tile, offsets of 64 bits."""
-    row = columns + PAD
-    stride = (cute.sym_int64(divisibility=VECTOR), rows * row, row, 1)
-    shape = (cute.sym_int32(), cute.sym_int32(), rows, columns)
-    return make_fake_tensor(cutlass.BFloat16, shape, stride=stride, assumed_align=16)
-
-
 def image(rows: int, columns: int) -> cute.Tensor:
     """bf16 [chunks, heads, rows * columns], each entry the image (images.py) of a tile, offsets of 64 bits."""
     size = rows * columns
     shape = (cute.sym_int32(), cute.sym_int32(), size)
     stride = (cute.sym_int64(divisibility=size), size, 1)
     return make_fake_tensor(cutlass.BFloat16, shape, stride=stride, assumed_align=16)
-
-
-def result(rows: int, columns: int) -> cute.Tensor:
-    """A tape that a scan writes: images, or padded tiles as long as local reads those."""
-    return tape(rows, columns) if PADDED_RESULTS else image(rows, columns)
 
 
 def compact(*tail: int) -> cute.Tensor:

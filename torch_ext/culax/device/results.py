@@ -12,8 +12,8 @@ import cutlass
 import cutlass.cute as cute
 from cutlass.cute.nvgpu import cpasync
 
-from culax.device import bulk, chunks, images, states
-from culax.device.sizes import CHUNK, PAD, PADDED_RESULTS
+from culax.device import bulk, images, states
+from culax.device.sizes import CHUNK
 from culax.device.walks import SLICE, WARPGROUP, Walk
 
 SENDING = 1
@@ -30,24 +30,12 @@ class Results:
 
 def allocate_results(memory: cutlass.memory.SmemAllocator, walk: Walk) -> Results:
     """Take the tiles from the CTA's shared memory."""
-    return Results(*(_allocate(memory, rows, walk.results) for rows in (walk.key_dim, CHUNK)))
-
-
-def _allocate(memory: cutlass.memory.SmemAllocator, rows: int, buffers: int) -> cute.Tensor:
-    if not PADDED_RESULTS:
-        return images.allocate_images(memory, rows, SLICE, buffers)
-    row = SLICE + PAD
-    layout = cute.make_layout((rows, SLICE, buffers), stride=(row, 1, rows * row))
-    return memory.allocate_tensor(cutlass.BFloat16, layout, 1024)
+    return Results(*(images.allocate_images(memory, rows, SLICE, walk.results) for rows in (walk.key_dim, CHUNK)))
 
 
 def write(operand: cute.Tensor, tiles: cute.Tensor, buffer: cutlass.Int32) -> None:
     """Write a rounded accumulator [64, n] to tile [n, 64] number `buffer`, transposed."""
-    if PADDED_RESULTS:
-        layout = cute.select(tiles.layout, mode=[1, 0, 2])
-        states.store_transposed(operand, cute.make_tensor(tiles.iterator, layout)[None, None, buffer])
-    else:
-        states.store_transposed(operand, images.transposed(tiles)[None, None, buffer])
+    states.store_transposed(operand, images.transposed(tiles)[None, None, buffer])
 
 
 def meet() -> None:
@@ -70,15 +58,11 @@ def send(
     if first:
         cute.arch.cp_async_bulk_wait_group(2 * cute.size(tiles, mode=[2]) - 2, read=True)
     meet()
-    if cutlass.const_expr(PADDED_RESULTS):
-        entry = tape[index, place.value_head, None, None]
-        chunks.store_tile(tile, cute.local_tile(entry, (tape.shape[2], SLICE), (0, place.slice)), WARPGROUP)
-    else:
-        if first:
-            atom = cute.make_copy_atom(cpasync.CopyBulkS2GOp(), cutlass.BFloat16)
-            entry = cute.local_tile(tape[index, place.value_head, None], (cute.size(tile),), (place.slice,))
-            cute.copy(atom, images.flat(tile), entry)
-            cute.arch.cp_async_bulk_commit_group()
+    if first:
+        atom = cute.make_copy_atom(cpasync.CopyBulkS2GOp(), cutlass.BFloat16)
+        entry = cute.local_tile(tape[index, place.value_head, None], (cute.size(tile),), (place.slice,))
+        cute.copy(atom, images.flat(tile), entry)
+        cute.arch.cp_async_bulk_commit_group()
 
 
 @cute.jit

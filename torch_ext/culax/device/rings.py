@@ -30,8 +30,8 @@ class Ring:
         cute.arch.mbarrier_wait(self.empty + state.index, state.phase)
 
     def ready(self, state: pipeline.PipelineState) -> None:
-        """A reading warp waits until the stage is filled."""
-        cute.arch.mbarrier_wait(self.full + state.index, state.phase)
+        """A reading warp waits until the stage is filled, spinning: what follows is urgent."""
+        bulk.wait(self.full + state.index, state.phase)
 
     def release(self, state: pipeline.PipelineState) -> None:
         """A reading warp is done with the stage; its wgmma groups that read it must have completed."""

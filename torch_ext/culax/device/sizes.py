@@ -9,9 +9,6 @@ PAD = 8
 VECTOR = 8
 """Elements of 2 bytes in one 16-byte access."""
 
-PADDED_RESULTS = False
-"""Whether the tapes h, v_new, dh, dvn hold padded tiles, as local reads them, and not images (images.py)."""
-
 
 def tile_elements(rows: int, columns: int) -> int:
     """Elements that a padded tile [rows, columns] of a 2-byte type takes up."""

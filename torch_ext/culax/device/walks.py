@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from culax.device.sizes import CHUNK, PAD, PADDED_RESULTS, barrier_bytes
+from culax.device.sizes import CHUNK, barrier_bytes
 
 SLICE = 64
 """Value columns of one CTA: the rows of one wgmma, which multiplies the transposed state."""
@@ -62,8 +62,7 @@ class Walk:
     @property
     def result_bytes(self) -> int:
         """States [K, 64] and rows [64, 64] on their way out, in bf16."""
-        row = SLICE + PAD if PADDED_RESULTS else SLICE
-        return 2 * self.results * (self.key_dim + CHUNK) * row
+        return 2 * self.results * (self.key_dim + CHUNK) * SLICE
 
     @property
     def smem_bytes(self) -> int:

@@ -11,7 +11,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass.cute.nvgpu import warp
 
-from culax.device.sizes import BLOCK, PAD, tile_elements
+from culax.device.sizes import PAD, tile_elements
 
 
 def padded_tile(start: cute.Pointer, rows: int, columns: int) -> cute.Tensor:
@@ -19,15 +19,10 @@ def padded_tile(start: cute.Pointer, rows: int, columns: int) -> cute.Tensor:
     return cute.make_tensor(start, cute.make_layout((rows, columns), stride=(columns + PAD, 1)))
 
 
-def allocate_tiles(
-    memory: cutlass.memory.SmemAllocator, rows: int, columns: int, stages: int | None = None
-) -> cute.Tensor:
-    """A padded row-major bf16 tile [rows, columns] of shared memory, or `stages` of them as [rows, columns, stages]."""
-    elements = tile_elements(rows, columns)
-    start = memory.allocate_array(cutlass.BFloat16, elements * (stages or 1), byte_alignment=16)
-    if stages is None:
-        return padded_tile(start, rows, columns)
-    return cute.make_tensor(start, cute.make_layout((rows, columns, stages), stride=(columns + PAD, 1, elements)))
+def allocate_tile(memory: cutlass.memory.SmemAllocator, rows: int, columns: int) -> cute.Tensor:
+    """A padded row-major bf16 tile [rows, columns] of shared memory."""
+    start = memory.allocate_array(cutlass.BFloat16, tile_elements(rows, columns), byte_alignment=16)
+    return padded_tile(start, rows, columns)
 
 
 def transposed(tile: cute.Tensor) -> cute.Tensor:
@@ -53,38 +48,12 @@ def fragment_of(tensor: cute.Tensor) -> cute.Tensor:
     return _warp_mma().get_slice(cute.arch.lane_idx()).partition_C(tensor)
 
 
-def coordinates(m: int, n: int) -> cute.Tensor:
-    """Coordinates (row, column) of this thread's elements of a [m, n] product."""
-    return fragment_of(cute.make_identity_tensor((m, n)))
-
-
-def load_fragment(source: cute.Tensor) -> cute.Tensor:
-    """This thread's elements of a [m, n] tensor in fp32."""
-    part = fragment_of(source)
-    raw = cute.make_fragment_like(part, source.element_type)
-    cute.autovec_copy(part, raw)
-    values = cute.make_fragment_like(raw, cutlass.Float32)
-    values.store(raw.load().to(cutlass.Float32))
-    return values
-
-
 def store_fragment(acc: cute.Tensor, target: cute.Tensor) -> None:
     """Round a fp32 fragment to the target's dtype and write it to a [m, n] tensor, two neighbouring elements at a
     time."""
     rounded = cute.make_fragment_like(acc, target.element_type)
     rounded.store(acc.load().to(target.element_type))
     cute.autovec_copy(rounded, fragment_of(target))
-
-
-def scale_rows(acc: cute.Tensor, factor: cute.Tensor) -> None:
-    """Multiply row i of a fp32 fragment of [m, n] by ``factor[i]`` (a vector [m])."""
-    where = coordinates(factor.shape[0], cute.size(acc.shape) * 32 // factor.shape[0])
-    for m in range(cute.size(acc, mode=[1])):
-        for upper in range(2):
-            by = factor[where[(0, upper), m, 0][0]]
-            for n in range(cute.size(acc, mode=[2])):
-                for left in range(2):
-                    acc[(left, upper), m, n] = acc[(left, upper), m, n] * by
 
 
 def _ldmatrix(tile: cute.Tensor) -> cute.CopyAtom:
@@ -111,47 +80,3 @@ def gemm(acc: cute.Tensor, a: cute.Tensor, b: cute.Tensor, keep: tuple[int, int]
                 if (i // 2 % 2, i // 4) != keep:
                     frag_a[i] = cutlass.BFloat16(0.0)
         cute.gemm(mma, acc, frag_a[None, None, k], frag_b[None, None, k], acc)
-
-
-def load_left(a: cute.Tensor) -> cute.Tensor:
-    """All of a product's left operand [m, k] into registers, m k / 64 a thread; see `multiply`."""
-    mma, lane = _warp_mma(), cute.arch.lane_idx()
-    copy = cute.make_tiled_copy_A(_ldmatrix(a), mma)
-    operand = mma.get_slice(lane).make_fragment_A(mma.get_slice(lane).partition_A(a))
-    cute.copy(copy, copy.get_slice(lane).partition_S(a), copy.get_slice(lane).retile(operand))
-    return operand
-
-
-def load_right(b: cute.Tensor) -> cute.Tensor:
-    """All of a product's right operand [n, k] into registers, n k / 64 a thread; see `multiply`."""
-    mma, lane = _warp_mma(), cute.arch.lane_idx()
-    copy = cute.make_tiled_copy_B(_ldmatrix(b), mma)
-    operand = mma.get_slice(lane).make_fragment_B(mma.get_slice(lane).partition_B(b))
-    cute.copy(copy, copy.get_slice(lane).partition_S(b), copy.get_slice(lane).retile(operand))
-    return operand
-
-
-def multiply(acc: cute.Tensor, left: cute.Tensor, right: cute.Tensor) -> None:
-    """`gemm` of operands in registers: for few warps, whose loads must be on their way before they are needed."""
-    for k in range(cute.size(left, mode=[2])):
-        cute.gemm(_warp_mma(), acc, left[None, None, k], right[None, None, k], acc)
-
-
-def row_fragment(row: cute.Tensor) -> cute.Tensor:
-    """A row vector [n] as a fragment of [16, n]: this thread's columns of it, once for each of its rows."""
-    columns = row.shape[0]
-    return load_fragment(cute.make_tensor(row.iterator, cute.make_layout((BLOCK, columns), stride=(0, 1))))
-
-
-def sum_of_rows(acc: cute.Tensor) -> tuple[cutlass.Float32, cutlass.Float32]:
-    """Sums over the columns of a [16, n] fragment: of rows lane / 4 and lane / 4 + 8, in all four lanes that share
-    them."""
-    sums = []
-    for upper in range(2):
-        total = cutlass.Float32(0.0)
-        for n in range(cute.size(acc, mode=[2])):
-            total = total + acc[(0, upper), 0, n] + acc[(1, upper), 0, n]
-        for step in (1, 2):
-            total = total + cute.arch.shuffle_sync_bfly(total, offset=step)
-        sums.append(total)
-    return sums[0], sums[1]

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from culax.device.sizes import CHUNK, PADDED_RESULTS, tile_elements
+from culax.device.sizes import CHUNK
 from culax.kda.stages.group_sum.config import GroupSumConfig
 from culax.kda.stages.local.config import LocalConfig
 from culax.kda.stages.prep.config import PrepConfig
@@ -35,16 +35,12 @@ class BackwardConfig:
         tapes = {"minus_w": keys, "u": values, "qg": keys, "kg": keys}
         return tapes | {"h": states, "v_new": values, "dh": states, "dvn": values}
 
-    def is_padded(self, name: str) -> bool:
-        """Whether a tape's entries are padded tiles, not images."""
-        return PADDED_RESULTS and name in ("h", "v_new", "dh", "dvn")
-
     def tape_bytes(self, name: str) -> int:
         """Bytes of a tape for one chunk and value head; "decay" is fp32."""
         if name == "decay":
             return 4 * self.prep.key_dim
         rows, columns = self.tapes[name]
-        return 2 * (tile_elements(rows, columns) if self.is_padded(name) else rows * columns)
+        return 2 * rows * columns
 
     def workspace_bytes(self, chunks: int, sequences: int, rows: int, value_heads: int) -> int:
         """Bytes of a call's workspace; rows: batch times tokens.

@@ -6,7 +6,6 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, Int64
 
-from culax.device.sizes import PAD
 from culax.kda.stages.backward.config import ALIGNMENT, BackwardConfig, vector_bytes
 
 
@@ -60,12 +59,8 @@ def cut(config: BackwardConfig, buffer: cute.Tensor, sizes: Sizes) -> Workspace:
 
     def tape(name: str) -> cute.Tensor:
         size = config.tape_bytes(name) // 2
-        rows, columns = config.tapes[name]
         pitch = cute.assume(Int64(heads) * size, divby=size)
         layout = cute.make_layout((sizes.chunks, heads, size), stride=(pitch, size, 1))
-        if config.is_padded(name):
-            stride = (pitch, size, columns + PAD, 1)
-            layout = cute.make_layout((sizes.chunks, heads, rows, columns), stride=stride)
         return cutter.take(cutlass.BFloat16, layout, entries * (2 * size))
 
     tapes = {name: tape(name) for name in config.tapes}

@@ -7,7 +7,7 @@ import cutlass.cute as cute
 
 from culax.device.images import allocate_images
 from culax.device.sizes import BLOCK, CHUNK
-from culax.device.warp_tiles import allocate_tiles
+from culax.device.warp_tiles import allocate_tile
 from culax.kda.stages.prep.config import PrepConfig
 
 
@@ -33,7 +33,7 @@ def allocate(config: PrepConfig) -> Smem:
         k=allocate_images(memory, CHUNK, config.key_dim),
         keys=allocate_images(memory, CHUNK, config.key_dim),
         values=allocate_images(memory, CHUNK, config.value_dim),
-        p=allocate_tiles(memory, CHUNK, CHUNK),
+        p=allocate_tile(memory, CHUNK, CHUNK),
         gate_sums=memory.allocate_tensor(
             cutlass.Float32, cute.make_layout((CHUNK // BLOCK, config.key_dim), stride=(config.key_dim, 1)), 16
         ),

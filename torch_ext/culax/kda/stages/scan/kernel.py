@@ -60,8 +60,8 @@ def entry(config: ScanConfig) -> tuple:
         fakes.compact(key),
         fakes.vector(cutlass.Int32),
         fakes.compact(key, value),
-        fakes.result(key, value),
-        fakes.result(CHUNK, value),
+        fakes.image(key, value),
+        fakes.image(CHUNK, value),
         fakes.compact(key, value),
         fakes.stream(),
     )
