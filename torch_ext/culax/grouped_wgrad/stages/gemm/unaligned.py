@@ -36,7 +36,7 @@ def fill(
     """
     rows = group.shape[0]
     width: cutlass.Constexpr = cute.size(target, mode=[1])
-    for i in cutlass.range(cute.arch.thread_idx()[0] % threads, cute.size(target), threads, unroll=8):
+    for i in cutlass.range(cute.arch.thread_idx()[0] % threads, cute.size(target), threads, unroll=4):
         x = i // width
         t = i - x * width
         value = target.element_type(group[cutlass.min(first + x, rows - 1), cutlass.min(start + t, length - 1)])
