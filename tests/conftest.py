@@ -7,6 +7,8 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from culax import dispatch
+
 
 @pytest.fixture(scope="session", autouse=True)
 def one_thread() -> None:
@@ -27,3 +29,12 @@ def poisoned_memory() -> Iterator[None]:
     finally:
         torch.use_deterministic_algorithms(was_on, warn_only=warned)
         torch.utils.deterministic.fill_uninitialized_memory = fill
+
+
+@pytest.fixture
+def general(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The ops whose calls took the general path."""
+    seen: list[str] = []
+    original = dispatch.prepare
+    monkeypatch.setattr(dispatch, "prepare", lambda op, *rest: seen.append(op) or original(op, *rest))
+    return seen

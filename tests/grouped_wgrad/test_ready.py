@@ -32,15 +32,6 @@ def kernel(monkeypatch: pytest.MonkeyPatch) -> Recorder:
     return recorder
 
 
-@pytest.fixture
-def general(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The ops whose calls took the general path."""
-    seen: list[str] = []
-    original = dispatch.prepare
-    monkeypatch.setattr(dispatch, "prepare", lambda op, *rest: seen.append(op) or original(op, *rest))
-    return seen
-
-
 def call(form: str, a: Tensor, b: Tensor, offs: Tensor, outs: list[Tensor] | None = None) -> Tensor:
     """One call of an op; its result as one tensor. `outs` are slices of one dense (E, M, N) tensor for "dense"."""
     if form == "new":
@@ -92,6 +83,13 @@ def test_another_current_device_takes_the_general_path(form, kernel, general: li
     call(form, *arguments)
     monkeypatch.setattr(calls, "current_device", lambda: 1)
     torch.testing.assert_close(call(form, *arguments), expected(*arguments[:2]))
+    assert len(general) == 2
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_memory_that_deterministic_torch_fills_comes_from_the_general_path(form, kernel, general, poisoned_memory):
+    for _ in range(2):
+        call(form, *operands())
     assert len(general) == 2
 
 

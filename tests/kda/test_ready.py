@@ -50,15 +50,6 @@ def kernel(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> R
     return recorder
 
 
-@pytest.fixture
-def general(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The ops whose calls took the general path."""
-    seen: list[str] = []
-    original = dispatch.prepare
-    monkeypatch.setattr(dispatch, "prepare", lambda op, *rest: seen.append(op) or original(op, *rest))
-    return seen
-
-
 def arguments(
     packed: bool = False, states: bool = True, beta: torch.dtype = torch.float32, offsets: torch.dtype = torch.int32
 ) -> list:
@@ -131,7 +122,7 @@ def test_the_workspace_is_as_large_as_the_layout_says(packed: bool, kernel: Reco
     tapes = sum(config.tape_bytes(name) for name in (*config.tapes, "decay"))
     assert tapes >= 2 * 3 * 64 * K + 2 * 64 * V + 2 * (2 * K * V + 2 * 64 * V) + 4 * K
     shares, numbers = 2 * 4 * batch * T * HV * K, 16 * (chunks + 2) + 2 * 16
-    assert kernel.arguments[12].numel() == chunks * HV * tapes + shares + numbers
+    assert 2 * kernel.arguments[12].numel() == chunks * HV * tapes + shares + numbers
 
 
 def shifted(tensor: Tensor) -> Tensor:
@@ -166,6 +157,15 @@ def test_another_current_device_takes_the_general_path(kernel: Recorder, general
     OPS.kda_bwd(*given)
     monkeypatch.setattr(calls, "current_device", lambda: 1)
     OPS.kda_bwd(*given)
+    assert len(general) == 2
+
+
+def test_memory_that_deterministic_torch_fills_comes_from_the_general_path(
+    kernel: Recorder, general: list[str], poisoned_memory: None
+) -> None:
+    given = arguments()
+    for _ in range(2):
+        OPS.kda_bwd(*given)
     assert len(general) == 2
 
 

@@ -31,6 +31,11 @@ def never(*_: Any) -> None:
     """What runs the calls of an unknown signature, or of one that always needs the general path: nothing."""
 
 
+def may_run(index: int | None) -> bool:
+    """Whether device `index` is current, and new memory may be left as it is (deterministic torch fills it)."""
+    return current_device() == index and not torch.are_deterministic_algorithms_enabled()
+
+
 def remember(
     ready: Ready, key: tuple, bind: Callable[..., Callable[..., Any]], *arguments: Any
 ) -> Callable[..., Any] | None:

@@ -51,5 +51,5 @@ def vector(dtype: type[cutlass.Numeric]) -> cute.Tensor:
 
 
 def buffer() -> cute.Tensor:
-    """Bytes of a workspace, [size] with 64 bits."""
-    return make_fake_tensor(cutlass.Int8, (cute.sym_int64(),), stride=(1,), assumed_align=16)
+    """A workspace in 2-byte elements, [size] with 64 bits."""
+    return make_fake_tensor(cutlass.BFloat16, (cute.sym_int64(),), stride=(1,), assumed_align=16)

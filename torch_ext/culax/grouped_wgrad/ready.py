@@ -27,7 +27,7 @@ def functional(plan: Plan, mat_a: Tensor, mat_b: Tensor, offs: Tensor) -> Callab
     shape, strides = (problem.experts, problem.m, problem.n), (problem.m * problem.n, problem.n, 1)
 
     def call(mat_a: Tensor, mat_b: Tensor, offs: Tensor) -> Tensor | None:
-        if (mat_a.data_ptr() | mat_b.data_ptr()) & 15 or calls.current_device() != index:
+        if (mat_a.data_ptr() | mat_b.data_ptr()) & 15 or not calls.may_run(index):
             return None
         out = new(shape, strides, dtype)
         run(mat_a, mat_b, offs, out)
@@ -107,7 +107,7 @@ def _writing(size: int, operands: tuple[Tensor, ...]) -> Callable[..., bool]:
 
     def may_write(addresses: list[int], mat_a: Tensor, mat_b: Tensor, offs: Tensor) -> bool:
         a, b = mat_a.data_ptr(), mat_b.data_ptr()
-        if (a | b) & 15 or calls.current_device() != index:
+        if (a | b) & 15 or not calls.may_run(index):
             return False
         ordered, free = sorted(addresses), 0
         for address in ordered:

@@ -89,12 +89,13 @@ def kernel(plan: Plan) -> load.Kernel:
     return load.get(plan.variant)
 
 
-def workspace_bytes(plan: Plan, v: Tensor, sequences: int | None) -> int:
-    """Size of a call's workspace, from shapes alone; sequences: those of cu_seqlens, None without it."""
+def workspace_elements(plan: Plan, v: Tensor, sequences: int | None) -> int:
+    """Size of a call's workspace in bf16, from shapes alone; sequences: those of cu_seqlens, None without it."""
     batch, tokens, value_heads, _ = v.shape
     each = -(-tokens // CHUNK)
     chunks = each * batch if sequences is None else each + sequences
-    return plan.config.workspace_bytes(chunks, batch if sequences is None else sequences, batch * tokens, value_heads)
+    sequences = batch if sequences is None else sequences
+    return plan.config.workspace_bytes(chunks, sequences, batch * tokens, value_heads) // 2
 
 
 def offsets_pair(cu_seqlens: Tensor | None, device: torch.device) -> list[Tensor]:
@@ -116,8 +117,8 @@ def run(plan: Plan, arguments: tuple) -> tuple[Tensor, ...]:
     q, k, v, g, beta = arguments[2:7]
     with torch.cuda.device(q.device):
         x, scale = collect(arguments)
-        size = workspace_bytes(plan, x.v, None if x.cu_seqlens is None else x.cu_seqlens.shape[0] - 1)
-        workspace = torch.empty(size, dtype=torch.int8, device=q.device)
+        size = workspace_elements(plan, x.v, None if x.cu_seqlens is None else x.cu_seqlens.shape[0] - 1)
+        workspace = torch.empty(size, dtype=torch.bfloat16, device=q.device)
         dq, dk, dv = (torch.empty(y.shape, dtype=y.dtype, device=y.device) for y in (q, k, v))
         dg = torch.empty(g.shape, dtype=torch.float32, device=g.device)
         dbeta = torch.empty(beta.shape, dtype=beta.dtype, device=beta.device)

@@ -30,7 +30,7 @@ def backward(plan: Plan, arguments: tuple) -> Callable[..., tuple[Tensor, ...] |
     no_state, (no_long_offsets, no_offsets) = launch.no_state(q, v), launch.offsets_pair(None, device)
     wide = cu_seqlens is not None and cu_seqlens.dtype is torch.int64
     sequences = None if cu_seqlens is None else cu_seqlens.shape[0] - 1
-    scratch = (launch.workspace_bytes(plan, v, sequences),), (1,), torch.int8
+    scratch = (launch.workspace_elements(plan, v, sequences),), (1,), bf16
     outputs = [_contiguous(x) for x in (q, k, v, g, beta, no_state if initial is None else initial)]
 
     def call(arguments: tuple) -> tuple[Tensor, ...] | None:
@@ -38,7 +38,7 @@ def backward(plan: Plan, arguments: tuple) -> Callable[..., tuple[Tensor, ...] |
         dht = no_state if dht is None else dht
         initial = no_state if initial is None else initial
         bits = do.data_ptr() | q.data_ptr() | k.data_ptr() | v.data_ptr() | g.data_ptr() | aqk.data_ptr()
-        if (bits | akk.data_ptr() | dht.data_ptr() | initial.data_ptr()) & 15 or calls.current_device() != index:
+        if (bits | akk.data_ptr() | dht.data_ptr() | initial.data_ptr()) & 15 or not calls.may_run(index):
             return None
         long_offsets, offsets = no_long_offsets, no_offsets
         if wide:

@@ -92,7 +92,7 @@ def entry(config: BackwardConfig) -> tuple:
     offsets, workspace, dq, dk, dv, dg, dbeta, dh0, scale, stream).
 
     cu_seqlens is given as one of long_offsets (int64) and offsets (int32), or neither for sequences of equal length;
-    what is not given has no elements, nor have absent states. workspace: int8, as large as
+    what is not given has no elements, nor have absent states. workspace: bf16, as large as
     BackwardConfig.workspace_bytes says. Gradients are contiguous; beta and dbeta have config.beta's dtype.
     """
     stages = _stages(config)
