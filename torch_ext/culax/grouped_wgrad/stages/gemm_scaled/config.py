@@ -10,9 +10,9 @@ from culax.grouped_wgrad.stages.gemm.config import BYTES, CONSUMERS, MAX_EXPERTS
 PRODUCERS = 2
 """Warpgroups before the consumers: loads and scales, then the conversion of B."""
 THREADS = WARPGROUP * (PRODUCERS + CONSUMERS)
-LOADER_REGISTERS = 40
+LOADER_REGISTERS = 56
 CONVERTER_REGISTERS = 56
-CONSUMER_REGISTERS = 208
+CONSUMER_REGISTERS = 200
 CONVERTING_WARPS = WARPGROUP // 32 // CONSUMERS
 """Warps of a lane that convert B."""
 FORMATS = {"e4m3": 8, "e5m2": 8, "e2m1": 4}
