@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from tests.ptx import descriptors, groups, rings
+from tests.ptx import descriptors, groups, rings, tensor_memory
 from tests.ptx.text import Instruction, Kernel, kernels
 
 
@@ -52,6 +52,57 @@ def _guards(kernel: Kernel, wait: Instruction) -> bool:
         if rings.is_load(other) or other.op.startswith("wgmma.mma"):
             return True
     return False
+
+
+_TENSOR = ("tcgen05.cp", "tcgen05.mma", "tcgen05.ld", "tcgen05.fence::after", "mbarrier.arrive.expect_tx")
+"""What a wait on a barrier guards in a kernel that multiplies in tensor memory."""
+
+
+def _guards_tensor(kernel: Kernel, wait: Instruction) -> bool:
+    """As `_guards`. A wait that only another wait follows lets an exit be late: not checked."""
+    for other in kernel.instructions[wait.index + 1 :]:
+        if rings.is_wait(other):
+            return False
+        if rings.is_load(other) or other.op.startswith(_TENSOR):
+            return True
+    return False
+
+
+_TENSOR_DROPS = {
+    "tcgen05.commit": "drop-commit",
+    "tcgen05.cp": "drop-scale-copy",
+    "tcgen05.wait": "drop-tensor-wait",
+    "tcgen05.fence": "drop-tensor-fence",
+    "tcgen05.dealloc": "drop-free",
+    "fence.proxy.async": "drop-proxy-fence",
+}
+
+
+def planted_in_tensor_memory(source: str) -> Iterator[Fault]:
+    """Yield the faults of kernels that multiply in tensor memory; descriptors' are in `planted`.
+
+    Dropped: each commit, wait, fence, copy of scales, hand-over of an accumulator by the epilogue, the freeing of
+    tensor memory, the meetings of warps before its use and its end. Replaced: each commit by a plain arrival.
+    """
+    for kernel in kernels(source):
+        if not tensor_memory.uses_tensor_memory(kernel):
+            continue
+        loads = [i.index for i in kernel.instructions if i.op.startswith("tcgen05.ld")]
+        for instruction in kernel.instructions:
+            op, line = instruction.op, instruction.line
+            drop = _edit(source, line, "")
+            for start, kind in _TENSOR_DROPS.items():
+                if op.startswith(start):
+                    yield Fault(kind, line, drop)
+            if op.startswith("tcgen05.commit"):
+                arrive = f"mbarrier.arrive.shared.b64 _, {instruction.args[0]};"
+                yield Fault("arrive-for-commit", line, _edit(source, line, arrive))
+            elif rings.is_wait(instruction) and _guards_tensor(kernel, instruction):
+                yield Fault("drop-barrier-wait", line, drop)
+            elif rings.is_arrive(instruction) and any(0 < instruction.index - load < 40 for load in loads):
+                yield Fault("drop-hand-over", line, drop)
+            elif op.startswith("bar.sync") and instruction.args[0] in ("3", "4"):
+                yield Fault("drop-meeting", line, drop)
 
 
 def planted(source: str) -> Iterator[Fault]:

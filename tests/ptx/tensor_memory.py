@@ -20,12 +20,17 @@ from tests.ptx.text import Instruction, Kernel
 COLUMNS = 512
 _COLUMN = 0xFFFF  # of a tensor-memory address; lanes and a scale's byte lie above
 _ADDRESS = 0x3FFF  # of a shared-memory descriptor: address / 16
-_SCALE_COLUMNS = 4  # that one copy of 128 rows fills
+_SCALE_ROWS, _SCALE_COLUMNS = 128, 4  # of one copy: rows of the operand, columns it fills
 
 
 def uses_tensor_memory(kernel: Kernel) -> bool:
     """Whether the kernel multiplies with tcgen05."""
     return any(i.op.startswith("tcgen05.mma") for i in kernel.instructions)
+
+
+def _between_warps(instruction: Instruction) -> bool:
+    """A barrier of several roles' warps: a constant one that isn't the whole block's."""
+    return instruction.args[0].isdigit() and instruction.args[0] != "0"
 
 
 def with_known_base(kernel: Kernel) -> Kernel:
@@ -83,7 +88,6 @@ class TensorMemory(_Rings):
     def __init__(self, kernel: Kernel) -> None:
         super().__init__(with_known_base(kernel))
         self.accumulators = Accumulators()
-        self.machine.most_values = COLUMNS // 8  # an epilogue counts through an accumulator's columns
 
     def check(self) -> list[Finding]:
         reached = {tid: self.machine.reached(tid) for tid in warp_leaders(self.kernel)}
@@ -104,6 +108,7 @@ class TensorMemory(_Rings):
             self.report("drain", self.kernel.instructions[index], "where it writes or what it signals isn't known")
         for tid in roles["multiply"]:
             self.machine.follow(tid, _Multiplier(), self._multiply)
+        self.machine.most_values = COLUMNS // 8  # an epilogue counts through an accumulator's columns
         for tid in roles["store"]:
             self.machine.follow(tid, _Storer(), self._store)
         return list(self.found.values())
@@ -128,7 +133,7 @@ class TensorMemory(_Rings):
         if op.startswith("mbarrier.arrive"):
             self.report("drain", instruction, "arrives at once: only a commit waits until products have read a stage")
         elif op.startswith("bar.sync"):
-            return replace(state, synced=True)
+            return replace(state, synced=state.synced or _between_warps(instruction))
         elif op.startswith("tcgen05.fence::after"):
             return replace(state, fenced=True)
         elif op.startswith("tcgen05.cp"):
@@ -193,12 +198,13 @@ class TensorMemory(_Rings):
         self.accumulators.columns.add((first, count))
         if first + count > COLUMNS:
             self.report("tensor-memory", instruction, f"writes columns {first} to {first + count}")
-        for text in scales:
-            column = self._column(read.operand(text.strip("[]")), instruction)
-            if not any(start <= column < start + _SCALE_COLUMNS for start in state.copied):
-                self.report("fill", instruction, "its scales were not copied since the stage was waited for")
-            if self.accumulators.owners(column):
-                self.report("tensor-memory", instruction, "its scales lie in an accumulator")
+        for text, atoms in zip(scales, (1, -(-count // _SCALE_ROWS))):
+            start = self._column(read.operand(text.strip("[]")), instruction)
+            for column in range(start, start + atoms * _SCALE_COLUMNS, _SCALE_COLUMNS):
+                if column not in state.copied:
+                    self.report("fill", instruction, "its scales were not copied since the stage was waited for")
+                if self.accumulators.owners(column):
+                    self.report("tensor-memory", instruction, "its scales lie in an accumulator")
         return replace(state, wrote=True)
 
     def _commit(self, instruction: Instruction, read: Reader, state: _Multiplier) -> _Multiplier:
@@ -223,7 +229,8 @@ class TensorMemory(_Rings):
         if is_arrive(instruction):
             return self._give_back(instruction, read, state)
         if op.startswith("bar.sync"):
-            return replace(state, met=True, synced=True)
+            meets = _between_warps(instruction)
+            return replace(state, met=state.met or meets, synced=state.synced or meets)
         if op.startswith("tcgen05.fence::after"):
             return replace(state, after=True)
         if op.startswith("tcgen05.fence::before"):

@@ -58,3 +58,44 @@ def test_a_dropped_stage_release_is_called_by_its_name(planted, name: str) -> No
 
 def test_every_kind_of_fault_is_planted(planted) -> None:
     assert {kind for _, kind in planted} == set(KINDS)
+
+
+TENSOR_NAMES = ("wgrad_e4m3_e5m2_fp32_mn_mn_one_list_add_sm100", "wgrad_nvfp4_bf16_k_k_pair_list_sm100")
+TENSOR_KINDS = {
+    "arrive-for-commit": {"drain"},
+    "drop-acquire": {"acquire"},
+    "drop-barrier-wait": {"fill", "accumulator"},
+    "drop-commit": {"release", "accumulator"},
+    "drop-descriptor-release": {"descriptor-release"},
+    "drop-free": {"tensor-memory"},
+    "drop-hand-over": {"accumulator"},
+    "drop-meeting": {"tensor-memory"},
+    "drop-proxy-fence": {"proxy"},
+    "drop-scale-copy": {"fill"},
+    "drop-tensor-fence": {"accumulator"},
+    "drop-tensor-wait": {"accumulator"},
+}
+
+
+@pytest.fixture(scope="module")
+def planted_in_tensor_memory(builds: Builds) -> dict[tuple[str, str], list[faults.Fault]]:
+    variants = {variant.name: variant for variant in enumerate_variants("sm_100a")}
+    found: dict[tuple[str, str], list[faults.Fault]] = {}
+    for name in TENSOR_NAMES:
+        source = builds.get(variants[name]).ptx
+        of_descriptors = (f for f in faults.planted(source) if f.kind in ("drop-acquire", "drop-descriptor-release"))
+        for fault in (*of_descriptors, *faults.planted_in_tensor_memory(source)):
+            found.setdefault((name, fault.kind), []).append(fault)
+    return found
+
+
+@pytest.mark.parametrize("kind", TENSOR_KINDS)
+@pytest.mark.parametrize("name", TENSOR_NAMES)
+def test_every_fault_in_tensor_memory_is_reported_by_its_rule(planted_in_tensor_memory, name: str, kind: str) -> None:
+    assert planted_in_tensor_memory[name, kind]
+    for fault in planted_in_tensor_memory[name, kind]:
+        assert {found.rule for found in check_text(fault.source)} & TENSOR_KINDS[kind], fault.name
+
+
+def test_every_kind_of_fault_in_tensor_memory_is_planted(planted_in_tensor_memory) -> None:
+    assert {kind for _, kind in planted_in_tensor_memory} == set(TENSOR_KINDS)

@@ -32,8 +32,6 @@ def fill_operands(config: cutlass.Constexpr[Config], gmem, smem, tile, k: Int32,
         target = smem.loads[i][None, None, stage]
         first = (b_row if i else row) * cute.size(target, mode=[0])
         fill(target, group, first, k * TILE_BYTES, size, WARP)
-    cute.arch.fence_proxy("async.shared", space="cta")
-    cute.arch.sync_warp()
 
 
 @cute.jit
@@ -65,5 +63,9 @@ def fill_scales(config: cutlass.Constexpr[Config], gmem, smem, tile, k: Int32, s
                 word = cute.arch.lane_idx() + j * WARP
                 value = cute.make_tensor(words + (start + word), cute.make_layout(1))[0]
                 target[word, a % config.atoms_k, a // config.atoms_k] = value & mask
+
+
+def publish() -> None:
+    """Make what this warp wrote to shared memory visible to the tensor cores, before it arrives for the stage."""
     cute.arch.fence_proxy("async.shared", space="cta")
     cute.arch.sync_warp()

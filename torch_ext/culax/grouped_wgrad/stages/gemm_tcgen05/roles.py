@@ -15,7 +15,7 @@ from culax.grouped_wgrad.stages.gemm.descriptors import descriptor
 from culax.grouped_wgrad.stages.gemm.layouts import DTYPES
 from culax.grouped_wgrad.stages.gemm.roles import acquire_output, group_tiles, partition, send
 from culax.grouped_wgrad.stages.gemm_tcgen05 import layouts
-from culax.grouped_wgrad.stages.gemm_tcgen05.by_hand import fill_operands, fill_scales
+from culax.grouped_wgrad.stages.gemm_tcgen05.by_hand import fill_operands, fill_scales, publish
 from culax.grouped_wgrad.stages.gemm_tcgen05.config import LOAD_SLOTS, TILE_BYTES, WARP, Config
 
 Ring = pipeline.PipelineTmaUmma
@@ -145,6 +145,7 @@ def load_tile(config: cutlass.Constexpr[Config], gmem: Gmem, smem: Smem, ab: Rin
             by_hand = partial and k == k_tiles - 1
         if by_hand:
             fill_scales(config, gmem, smem, tile, k, state.index)
+            publish()
             arrive_full(config, ab, state, config.operand_bytes)
         else:
             arrive_full(config, ab, state, config.stage_bytes)
@@ -179,6 +180,7 @@ def load_by_hand(config: cutlass.Constexpr[Config], gmem: Gmem, smem: Smem, ab: 
         ab.sync_object_empty.wait(state.index, state.phase)
         fill_operands(config, gmem, smem, tile, k, state.index)
         fill_scales(config, gmem, smem, tile, k, state.index)
+        publish()
         arrive_full(config, ab, state, 0)
         state.advance()
     return state
