@@ -7,12 +7,14 @@ import dataclasses
 import pytest
 import torch
 
+from culax import dispatch, doctor
 from culax.grouped_wgrad import plan, plan_sm100
 from culax.grouped_wgrad.problem import WgradProblem
 from culax.grouped_wgrad.stages.gemm.config import SMEM_LIMIT
 from culax.grouped_wgrad.stages.gemm_tcgen05 import config as facts
 from culax.grouped_wgrad.stages.gemm_tcgen05.config import Config
 from culax.reference import block_scaled
+from culax.runtime import arch as runtime_arch
 
 M, N, T, E = 256, 512, 1024, 4
 MX = WgradProblem(
@@ -64,6 +66,15 @@ def test_no_variant_runs_and_the_reason_says_so(arch: str) -> None:
     assert isinstance(reason, str)
     assert "unverified" in reason and "never run" in reason
     assert plan_sm100.variant(config(), arch).name in reason
+
+
+@pytest.mark.parametrize("arch", plan_sm100.ARCHS)
+def test_dispatch_takes_the_torch_path_and_the_doctor_says_unverified(monkeypatch, arch: str) -> None:
+    monkeypatch.setattr(runtime_arch, "arch_of", lambda device: arch)
+    choice = dispatch.choose(MX, torch.device("cuda", 0))
+    assert choice.backend == "reference" and choice.plan is None and "unverified" in choice.reason
+    assert "unverified" in doctor._unverified(arch)
+    assert doctor._unverified("sm_90a") == ""
 
 
 REFUSED = {

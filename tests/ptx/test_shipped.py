@@ -6,7 +6,7 @@ import pytest
 
 from culax.runtime.arch import ARCHS
 from culax.runtime.variants import enumerate_variants
-from tests.ptx import resources
+from tests.ptx import resources, sm100_table
 from tests.ptx.check import check_text
 from tests.ptx.conftest import CI, Built, select
 
@@ -52,3 +52,8 @@ def test_ci_checks_every_kernel_set_and_operand_layout(arch: str) -> None:
     for field in ("a_major", "b_major", "ragged", "discrete", "accumulate", "dtype"):
         seen = {(v.kernel_set, getattr(v.config, field, None)) for v in variants}
         assert {(v.kernel_set, getattr(v.config, field, None)) for v in chosen} == seen, field
+
+
+def test_the_readme_has_what_sm100_builds_take(shipped_build: Built) -> None:
+    if shipped_build.variant in sm100_table.chosen():
+        assert sm100_table.row(shipped_build) in sm100_table.README.read_text().splitlines()

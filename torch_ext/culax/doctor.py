@@ -65,8 +65,15 @@ def _built_kernels() -> str:
 
     root = Path(__file__).parent / "_aot"
     counts = {folder.name: len(manifest.read(folder)) for folder in sorted(root.glob("*")) if folder.is_dir()}
-    listed = ", ".join(f"{arch}: {n}" for arch, n in counts.items() if n)
+    listed = ", ".join(f"{arch}: {n}{_unverified(arch)}" for arch, n in counts.items() if n)
     return listed or "none: python -m culax build --arch sm_90a"
+
+
+def _unverified(arch: str) -> str:
+    """What to say beside an architecture whose kernels have never run."""
+    from culax.grouped_wgrad import plan_sm100
+
+    return f" (kernels {plan_sm100.UNVERIFIED})" if arch in plan_sm100.ARCHS else ""
 
 
 def _devices() -> dict[str, str]:
@@ -76,7 +83,7 @@ def _devices() -> dict[str, str]:
     for i in range(torch.cuda.device_count()):
         major, minor = torch.cuda.get_device_capability(i)
         arch = arch_of(torch.device("cuda", i)) or "no kernels for this architecture"
-        found[f"cuda:{i}"] = f"{torch.cuda.get_device_name(i)}, capability {major}.{minor}, {arch}"
+        found[f"cuda:{i}"] = f"{torch.cuda.get_device_name(i)}, capability {major}.{minor}, {arch}{_unverified(arch)}"
     if not torch.cuda.is_available():
         reason = "torch was built without CUDA" if torch.version.cuda is None else "no device or driver found"
         found["cuda"] = f"none: {reason}"

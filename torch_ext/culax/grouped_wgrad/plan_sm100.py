@@ -19,6 +19,7 @@ ENTRY = "culax.grouped_wgrad.stages.gemm_tcgen05.kernel:entry"
 FORMATS = {torch.float8_e4m3fn: "e4m3", torch.float8_e5m2: "e5m2", torch.float4_e2m1fn_x2: "e2m1"}
 OUTPUTS = {torch.bfloat16: "bfloat16", torch.float16: "float16", torch.float32: "float32"}
 SHORT = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
+UNVERIFIED = "unverified: never run on such a GPU, so never chosen"
 ALIGNED = 16
 """Bytes that TMA aligns rows and their pitch to; an operand's element, or packed pair, is one byte."""
 
@@ -57,7 +58,7 @@ def unused(problem: WgradProblem, arch: str) -> str:
     if isinstance(found, str):
         return found
     name = variant(found, arch).name
-    return f"kernel {name} is compiled and checked, but unverified: it has never run on an {arch} GPU"
+    return f"kernel {name} is compiled and its PTX checked, but {UNVERIFIED}"
 
 
 def _major(strides: tuple[int, ...], ragged: bool) -> str:
