@@ -39,12 +39,12 @@ def is_wait(instruction: Instruction) -> bool:
     return instruction.op.startswith(("mbarrier.try_wait", "mbarrier.test_wait"))
 
 
-def _barrier(instruction: Instruction) -> str:
+def barrier_of(instruction: Instruction) -> str:
     """The operand that names the barrier."""
     return [argument for argument in instruction.args if argument.startswith("[")][2 if is_load(instruction) else 0]
 
 
-def _parity(instruction: Instruction) -> str:
+def parity_of(instruction: Instruction) -> str:
     return instruction.args[[argument.startswith("[") for argument in instruction.args].index(True) + 1]
 
 
@@ -64,11 +64,11 @@ def _events(kernel: Kernel, stores: bool = False) -> dict[int, tuple[str, ...]]:
     on_tensor_memory = any(i.op.startswith("tcgen05.") for i in kernel.instructions)
     for i in kernel.instructions:
         if is_load(i):
-            found[i.index] = (i.args[0].split(",")[0], _barrier(i))
+            found[i.index] = (i.args[0].split(",")[0], barrier_of(i))
         elif i.op.startswith("mbarrier.arrive"):
             found[i.index] = i.args
         elif is_wait(i):
-            found[i.index] = (_barrier(i), _parity(i))
+            found[i.index] = (barrier_of(i), parity_of(i))
         elif i.op.startswith("wgmma.mma"):
             found[i.index] = _matrix_operands(i)
         elif i.op.startswith(("wgmma.commit", "wgmma.wait")):
@@ -105,7 +105,7 @@ class Ring:
 
 
 @dataclass(frozen=True)
-class _Producer:
+class Producer:
     """Barriers waited on since the last load or signal, whether one came since, and targets loaded since any wait."""
 
     waited: frozenset[int] = frozenset()
@@ -121,7 +121,7 @@ class _Consumer:
     flight: InFlight[tuple[int, int | None]] = InFlight()
 
 
-class _Rings:
+class Rings:
     def __init__(self, kernel: Kernel) -> None:
         self.kernel = kernel
         self.machine = Machine(kernel, _events(kernel))
@@ -135,14 +135,14 @@ class _Rings:
     def report(self, rule: str, instruction: Instruction, why: str) -> None:
         self.found.setdefault((instruction.index, rule), finding(rule, self.kernel, instruction, why))
 
-    def produce(self, instruction: Instruction, read: Reader, state: _Producer) -> _Producer:
+    def produce(self, instruction: Instruction, read: Reader, state: Producer) -> Producer:
         if is_wait(instruction):
-            barrier = read.address(_barrier(instruction))
+            barrier = read.address(barrier_of(instruction))
             if barrier is None:
                 return state
-            return _Producer((frozenset() if state.signalled else state.waited) | {barrier})
+            return Producer((frozenset() if state.signalled else state.waited) | {barrier})
         if is_load(instruction):
-            target, signal = read.address(instruction.args[0]), read.address(_barrier(instruction))
+            target, signal = read.address(instruction.args[0]), read.address(barrier_of(instruction))
             if target is None or signal is None:
                 self.ring.unclear.add(instruction.index)
                 return state
@@ -153,7 +153,7 @@ class _Rings:
                 self.report("fill", instruction, "fills the same bytes again without a wait between")
             return replace(state, signalled=True, filled=state.filled | {(instruction.index, target)})
         if instruction.op.startswith("mbarrier.arrive"):
-            signal = read.address(_barrier(instruction))
+            signal = read.address(barrier_of(instruction))
             for barrier in state.waited if signal is not None else ():
                 self.ring.full[barrier].add(signal or 0)
             if "expect_tx" in instruction.op:
@@ -187,8 +187,8 @@ class _Rings:
                 self.report("fill", instruction, "reads a stage without having waited until it is filled")
 
     def _wait(self, instruction: Instruction, read: Reader, state: _Consumer) -> _Consumer:
-        barrier = read.address(_barrier(instruction))
-        parity = read.operand(_parity(instruction))
+        barrier = read.address(barrier_of(instruction))
+        parity = read.operand(parity_of(instruction))
         if barrier is None or not any(barrier in signals for signals in self.ring.full.values()):
             return state
         self.waited[instruction.index].add(barrier)
@@ -201,7 +201,7 @@ class _Rings:
         return replace(state, held=state.held | {(barrier, parity)})
 
     def _arrive(self, instruction: Instruction, read: Reader, state: _Consumer) -> _Consumer:
-        barrier = read.address(_barrier(instruction))
+        barrier = read.address(barrier_of(instruction))
         if state.flight.count:
             regions = self.ring.regions.get(barrier, set()) if barrier is not None else set()
             if not regions:
@@ -217,19 +217,19 @@ class _Rings:
         self.arrived |= released
         return replace(state, held=frozenset(h for h in state.held if h[0] not in released))
 
-    def convert(self, instruction: Instruction, read: Reader, state: _Producer) -> _Producer:
+    def convert(self, instruction: Instruction, read: Reader, state: Producer) -> Producer:
         """As `produce`, for threads that fill stages with ordinary stores."""
         if is_store(instruction):
             target = read.address(instruction.args[0])
             for barrier in state.waited if target is not None else ():
                 self.ring.regions[barrier].add(target or 0)
             return replace(state, signalled=True)
-        barrier = read.address(_barrier(instruction)) if is_wait(instruction) or is_arrive(instruction) else None
+        barrier = read.address(barrier_of(instruction)) if is_wait(instruction) or is_arrive(instruction) else None
         loaded = self.tma_full if is_wait(instruction) else self.tma_empty
         if barrier is None or barrier in loaded:
             return state
         if is_wait(instruction):
-            return _Producer((frozenset() if state.signalled else state.waited) | {barrier})
+            return Producer((frozenset() if state.signalled else state.waited) | {barrier})
         for empty in state.waited:
             self.ring.full[empty].add(barrier)
         return replace(state, signalled=True)
@@ -243,7 +243,7 @@ class _Rings:
             reached = [self.kernel.instructions[index] for index in machine.reached(tid)]
             others = any(is_load(i) or i.op.startswith("wgmma.mma") for i in reached)
             if not others and any(map(is_store, reached)) and any(map(is_arrive, reached)):
-                machine.follow(tid, _Producer(), self.convert)
+                machine.follow(tid, Producer(), self.convert)
 
     def roles(self) -> tuple[list[int], list[int]]:
         """Warp leaders that reach a TMA load, and those that reach a wgmma; of a warpgroup's that do the same, one."""
@@ -266,7 +266,7 @@ class _Rings:
         for rank in range(2 if multicast else 1):
             self.machine.rank = rank
             for tid in producers:
-                self.machine.follow(tid, _Producer(), self.produce)
+                self.machine.follow(tid, Producer(), self.produce)
         self._follow_converters()
         for index in self.ring.unclear:
             self.report("drain", self.kernel.instructions[index], "where it writes or what it signals isn't known")
@@ -309,7 +309,7 @@ def check_rings(kernel: Kernel) -> list[Finding]:
 
     A kernel that can't be followed is reported, not passed.
     """
-    rings = _Rings(kernel)
+    rings = Rings(kernel)
     try:
         return rings.check()
     except NotFollowed as error:

@@ -14,7 +14,7 @@ from tests.ptx.evaluate import Value
 from tests.ptx.findings import Finding, finding
 from tests.ptx.flow import forward, read, written
 from tests.ptx.machine import EndOfPath, NotFollowed, Reader, warp_leaders
-from tests.ptx.rings import _barrier, _parity, _Producer, _Rings, is_arrive, is_load, is_wait
+from tests.ptx.rings import Producer, Rings, barrier_of, is_arrive, is_load, is_wait, parity_of
 from tests.ptx.text import Instruction, Kernel
 
 COLUMNS = 512
@@ -82,7 +82,7 @@ class Accumulators:
         return sum(first <= column < first + count for first, count in self.columns)
 
 
-class TensorMemory(_Rings):
+class TensorMemory(Rings):
     """Follows the three roles of a kernel."""
 
     def __init__(self, kernel: Kernel) -> None:
@@ -103,7 +103,7 @@ class TensorMemory(_Rings):
         if not all(roles.values()):
             raise NotFollowed(f"no thread is seen in one of the roles: {roles}")
         for tid in roles["load"]:
-            self.machine.follow(tid, _Producer(), self._fill)
+            self.machine.follow(tid, Producer(), self._fill)
         for index in self.ring.unclear:
             self.report("drain", self.kernel.instructions[index], "where it writes or what it signals isn't known")
         for tid in roles["multiply"]:
@@ -113,7 +113,7 @@ class TensorMemory(_Rings):
             self.machine.follow(tid, _Storer(), self._store)
         return list(self.found.values())
 
-    def _fill(self, instruction: Instruction, read: Reader, state: _Producer) -> _Producer:
+    def _fill(self, instruction: Instruction, read: Reader, state: Producer) -> Producer:
         """As `produce`; each arrival on a full barrier, with or without TMA loads, follows a wait of its own."""
         if instruction.op.startswith("mbarrier.arrive") and (state.signalled or not state.waited):
             self.report("fill", instruction, "arrives for a stage without having waited until it is empty")
@@ -164,7 +164,7 @@ class TensorMemory(_Rings):
                 self.report("fill", instruction, "reads a stage without having waited until it is filled")
 
     def _multiply_wait(self, instruction: Instruction, read: Reader, state: _Multiplier) -> _Multiplier:
-        barrier, parity = read.address(_barrier(instruction)), read.operand(_parity(instruction))
+        barrier, parity = read.address(barrier_of(instruction)), read.operand(parity_of(instruction))
         if barrier is None:
             self.report("fill", instruction, "which barrier it waits on isn't known")
             return state
@@ -251,7 +251,7 @@ class TensorMemory(_Rings):
         return state
 
     def _store_wait(self, instruction: Instruction, read: Reader, state: _Storer) -> _Storer:
-        barrier, parity = read.address(_barrier(instruction)), read.operand(_parity(instruction))
+        barrier, parity = read.address(barrier_of(instruction)), read.operand(parity_of(instruction))
         if barrier not in self.accumulators.full or state.held == (barrier, parity):  # another try of the same wait
             return state
         if state.held is not None and not state.released:
@@ -261,7 +261,7 @@ class TensorMemory(_Rings):
         return replace(state, held=(barrier, parity), released=False, after=False)
 
     def _give_back(self, instruction: Instruction, read: Reader, state: _Storer) -> _Storer:
-        if read.address(_barrier(instruction)) not in self.accumulators.empty:
+        if read.address(barrier_of(instruction)) not in self.accumulators.empty:
             return state
         if state.loading:
             self.report("accumulator", instruction, "gives back an accumulator while a load of it may be in flight")
