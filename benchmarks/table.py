@@ -12,8 +12,15 @@ from benchmarks.markers import inserted
 
 MARKERS = "<!-- benchmarks:begin -->", "<!-- benchmarks:end -->"
 RESULTS = Path(__file__).resolve().parent / "results"
-PEERS = {"torch": "torch", "quack": "QuACK", "fla": "FLA", "recurrence": "token recurrence"}
-"""Peers by the start of an implementation's name; of several the fastest counts."""
+PEERS = {
+    "torch": ("torch",),
+    "torch, dequantised first,": ("torch_dequantize",),
+    "culax in bf16": ("culax_bf16",),
+    "QuACK": ("quack", "quack_dynamic"),
+    "FLA": ("fla", "fla_safe_gate"),
+    "token recurrence": ("recurrence",),
+}
+"""Peers, and the implementations each stands for; of several the fastest counts."""
 
 
 def tables(documents: Sequence[dict[str, Any]]) -> str:
@@ -23,7 +30,7 @@ def tables(documents: Sequence[dict[str, Any]]) -> str:
 
 def _table(document: dict[str, Any]) -> str:
     results = [result for result in document["results"] if _ms(result) is not None]
-    found = [label for start, label in PEERS.items() if any(r["implementation"].startswith(start) for r in results)]
+    found = [label for label, names in PEERS.items() if any(r["implementation"] in names for r in results)]
     machine = document["machine"]
     head = f"{machine.get('gpu', machine['cpu'])}, torch {machine['torch']}, commit `{document['commit']}`, "
     lines = [head + document["date"] + ":", ""]
@@ -33,9 +40,9 @@ def _table(document: dict[str, Any]) -> str:
         ms = _ms(ours)
         cells = [f"`{ours['case']}`", f"{ms:.4g}"]
         cells += [_shown(ours["tflops"], ".3g"), _shown(ours["tb_per_s"], ".3g"), _shown(ours["roofline_share"], ".0%")]
-        for start, label in PEERS.items():
+        for label, names in PEERS.items():
             if label in found:
-                times = [_ms(r) for r in results if r["case"] == ours["case"] and r["implementation"].startswith(start)]
+                times = [_ms(r) for r in results if r["case"] == ours["case"] and r["implementation"] in names]
                 cells.append(f"{min(times):.4g} ({min(times) / ms:.2f}x)" if times else "")
         lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines)
