@@ -42,9 +42,8 @@ def remember(
     """Keep what runs the calls of a signature, made by `bind` from the arguments of one of them; None if it is kept."""
     if key in ready:
         return None
-    if len(ready) >= dispatch.REMEMBERED:
-        ready.clear()
-    ready[key] = call = bind(*arguments)
+    call = bind(*arguments)
+    dispatch.keep(ready, key, call)
     return call
 
 

@@ -84,6 +84,13 @@ REMEMBERED = 4096
 """The most call signatures kept; all are dropped when one more comes."""
 
 
+def keep(known: dict[tuple, Any], key: tuple, value: Any) -> None:
+    """Add a signature to what is known of signatures."""
+    if len(known) >= REMEMBERED:
+        known.clear()
+    known[key] = value
+
+
 def prepare(
     op: str, signature: tuple, build: Callable[[str, tuple], Problem], arguments: tuple, device: torch.device
 ) -> tuple[Any, Choice]:
@@ -93,7 +100,5 @@ def prepare(
     if found is None:
         problem = build(op, arguments)
         found = problem, choose(problem, device)
-        if len(_prepared) >= REMEMBERED:
-            _prepared.clear()
-        _prepared[key] = found
+        keep(_prepared, key, found)
     return found

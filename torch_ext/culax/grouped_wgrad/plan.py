@@ -10,15 +10,14 @@ from typing import Any
 import torch
 
 from culax.grouped_wgrad import plan_scaled, plan_sm100
+from culax.grouped_wgrad.plan_shared import OUTPUTS, SHORT, STORES, epilogue_columns, last_words, too_large
 from culax.grouped_wgrad.problem import WgradProblem
-from culax.grouped_wgrad.stages.gemm.config import DESCRIPTOR_BYTES, MAX_EXPERTS, MAX_TOKENS, Config
+from culax.grouped_wgrad.stages.gemm.config import DESCRIPTOR_BYTES, Config
 from culax.runtime.variants import Variant
 
 ARCH = "sm_90a"
 ENTRY = "culax.grouped_wgrad.stages.gemm.kernel:entry"
 OPERANDS = {torch.bfloat16: "bfloat16", torch.float16: "float16"}
-OUTPUTS = {**OPERANDS, torch.float32: "float32"}
-SHORT = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
 MAX_CLUSTERS = 2**31 - 2**16
 """Work indices are int32, and one grid's step past the end must not wrap."""
 
@@ -52,10 +51,8 @@ def plan(problem: WgradProblem, arch: str) -> Plan | str:
         return f"{problem.a_dtype} operands with a {problem.out_dtype} output have no kernel: it takes bf16 and fp16"
     if problem.m % 8 or problem.n % 8:
         return f"M = {problem.m} and N = {problem.n} must be multiples of 8 for 16-byte aligned rows"
-    if problem.experts > MAX_EXPERTS:
-        return f"{problem.experts} experts: the kernel keeps the offsets of at most {MAX_EXPERTS} in shared memory"
-    if problem.tokens >= MAX_TOKENS:
-        return f"{problem.tokens} tokens: the kernel counts fewer than {MAX_TOKENS}"
+    if reason := too_large(problem):
+        return reason
     if problem.experts * -(-problem.m // 64) * -(-problem.n // 64) > MAX_CLUSTERS:
         return f"{problem.experts} outputs of {problem.m} x {problem.n} have more tiles than the kernel counts"
     if problem.block:
@@ -94,7 +91,7 @@ def _config(
         ragged=ragged,
         discrete=discrete,
         accumulate=accumulate,
-        epi_n=16 if out_dtype == "float32" else 32,
+        epi_n=epilogue_columns(out_dtype),
     )
     return dataclasses.replace(config, **changes)
 
@@ -103,8 +100,7 @@ def variant(config: Config) -> Variant:
     """The variant of a configuration; its name says what a user would ask."""
     layout = "ragged" if config.ragged else f"{config.a_major}_{config.b_major}"
     parts = ["wgrad", SHORT[config.dtype], SHORT[config.out_dtype], layout]
-    parts += [word for word, on in (("list", config.discrete), ("add", config.accumulate)) if on]
-    parts += [word for word in (config.fault, "poison" if config.poison else "") if word]
+    parts += last_words(config.discrete, config.accumulate, config.fault, "poison" if config.poison else "")
     return Variant("grouped_wgrad", ARCH, "_".join([*parts, "sm90"]), ENTRY, config)
 
 
@@ -118,8 +114,7 @@ def variants(arch: str) -> tuple[Variant, ...]:
     plain = tuple(
         variant(_config(dtype, out_dtype, layout, discrete, accumulate))
         for dtype in OPERANDS.values()
-        for out_dtype in OUTPUTS.values()
-        for accumulate in ((False, True) if out_dtype == "float32" else (False,))
+        for out_dtype, accumulate in STORES
         for layout in LAYOUTS
         for discrete in (False, True)
     )

@@ -5,18 +5,22 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-import torch
-
+from culax.grouped_wgrad.plan_shared import (
+    FORMATS,
+    MX_PAIRS,
+    NV_PAIR,
+    OUTPUTS,
+    SHORT,
+    STORES,
+    epilogue_columns,
+    last_words,
+)
 from culax.grouped_wgrad.problem import WgradProblem
 from culax.grouped_wgrad.stages.gemm_scaled.config import Config
 from culax.runtime.variants import Variant
 
 ARCH = "sm_90a"
 ENTRY = "culax.grouped_wgrad.stages.gemm_scaled.kernel:entry"
-FORMATS = {torch.float8_e4m3fn: "e4m3", torch.float8_e5m2: "e5m2", torch.float4_e2m1fn_x2: "e2m1"}
-PAIRS = (*((a, b) for a in ("e4m3", "e5m2") for b in ("e4m3", "e5m2")), ("e2m1", "e2m1"))
-OUTPUTS = {torch.bfloat16: "bfloat16", torch.float16: "float16", torch.float32: "float32"}
-SHORT = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
 
 
 def choose(problem: WgradProblem) -> Variant | str:
@@ -46,7 +50,7 @@ def _config(
         ragged=ragged,
         discrete=discrete,
         accumulate=accumulate,
-        epi_n=16 if out_dtype == "float32" else 32,
+        epi_n=epilogue_columns(out_dtype),
     )
     return dataclasses.replace(config, **changes)
 
@@ -55,8 +59,7 @@ def variant(config: Config) -> Variant:
     """The variant of a configuration; its name says what a user would ask."""
     formats = ["nvfp4"] if config.nv else ["mx", config.a_format, config.b_format]
     parts = ["wgrad", *formats, SHORT[config.out_dtype], "ragged" if config.ragged else "2d"]
-    parts += [word for word, on in (("list", config.discrete), ("add", config.accumulate)) if on]
-    parts += [word for word in (config.fault, "poison" if config.poison else "") if word]
+    parts += last_words(config.discrete, config.accumulate, config.fault, "poison" if config.poison else "")
     return Variant("grouped_wgrad", ARCH, "_".join([*parts, "sm90"]), ENTRY, config)
 
 
@@ -64,9 +67,8 @@ def variants() -> tuple[Variant, ...]:
     """Every variant that choose() can return."""
     return tuple(
         variant(_config(formats, out_dtype, ragged, discrete, accumulate))
-        for formats in PAIRS
-        for out_dtype in OUTPUTS.values()
-        for accumulate in ((False, True) if out_dtype == "float32" else (False,))
+        for formats in (*MX_PAIRS, NV_PAIR)
+        for out_dtype, accumulate in STORES
         for ragged in (False, True)
         for discrete in (False, True)
     )

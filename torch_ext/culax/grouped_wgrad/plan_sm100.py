@@ -7,18 +7,23 @@ from __future__ import annotations
 
 import dataclasses
 
-import torch
-
+from culax.grouped_wgrad.plan_shared import (
+    FORMATS,
+    MX_PAIRS,
+    NV_PAIR,
+    OUTPUTS,
+    SHORT,
+    STORES,
+    epilogue_columns,
+    last_words,
+    too_large,
+)
 from culax.grouped_wgrad.problem import WgradProblem
-from culax.grouped_wgrad.stages.gemm.config import MAX_EXPERTS, MAX_TOKENS
 from culax.grouped_wgrad.stages.gemm_tcgen05.config import LANES, Config
 from culax.runtime.variants import Variant
 
 ARCHS = {"sm_100a": "sm100", "sm_103a": "sm103"}
 ENTRY = "culax.grouped_wgrad.stages.gemm_tcgen05.kernel:entry"
-FORMATS = {torch.float8_e4m3fn: "e4m3", torch.float8_e5m2: "e5m2", torch.float4_e2m1fn_x2: "e2m1"}
-OUTPUTS = {torch.bfloat16: "bfloat16", torch.float16: "float16", torch.float32: "float32"}
-SHORT = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
 UNVERIFIED = "unverified: never run on such a GPU, so never chosen"
 ALIGNED = 16
 """Bytes that TMA aligns rows and their pitch to; an operand's element, or packed pair, is one byte."""
@@ -28,10 +33,8 @@ def config(problem: WgradProblem) -> Config | str:
     """The configuration made for a problem, or a sentence that says why there is none."""
     if not problem.block:
         return f"{problem.a_dtype} operands: the SM100 kernel takes block-scaled ones"
-    if problem.experts > MAX_EXPERTS:
-        return f"{problem.experts} experts: the kernel keeps the offsets of at most {MAX_EXPERTS} in shared memory"
-    if problem.tokens >= MAX_TOKENS:
-        return f"{problem.tokens} tokens: the kernel counts fewer than {MAX_TOKENS}"
+    if reason := too_large(problem):
+        return reason
     ragged = problem.operand_layout == "ragged"
     majors = [_major(strides, ragged) for strides in (problem.a_strides, problem.b_strides[::-1])]
     for name, major, strides in zip(("mat_a", "mat_b"), majors, (problem.a_strides, problem.b_strides)):
@@ -86,7 +89,7 @@ def _config(
         accumulate=accumulate,
         pair=pair,
         tile_n=256 if pair else 128,
-        epi_n=16 if out_dtype == "float32" else 32,
+        epi_n=epilogue_columns(out_dtype),
     )
 
 
@@ -95,8 +98,7 @@ def variant(config: Config, arch: str) -> Variant:
     formats = "nvfp4" if config.nvfp4 else f"{config.a_format}_{config.b_format}"
     layout = "ragged" if config.ragged else f"{config.a_major}_{config.b_major}"
     parts = ["wgrad", formats, SHORT[config.out_dtype], layout, "pair" if config.pair else "one"]
-    parts += [word for word, on in (("list", config.discrete), ("add", config.accumulate)) if on]
-    parts += [config.fault] if config.fault else []
+    parts += last_words(config.discrete, config.accumulate, config.fault)
     return Variant("grouped_wgrad", arch, "_".join([*parts, ARCHS[arch]]), ENTRY, config)
 
 
@@ -104,14 +106,12 @@ def variants(arch: str) -> tuple[Variant, ...]:
     """Every variant that `config` can name: formats, outputs, layouts, dense and list, one CTA a tile and pairs."""
     if arch not in ARCHS:
         return ()
-    outputs = [("bfloat16", False), ("float16", False), ("float32", False), ("float32", True)]
-    mx = [(a, b) for a in ("e4m3", "e5m2") for b in ("e4m3", "e5m2")]
-    kinds = [(formats, layout) for formats in mx for layout in (("mn", False), ("k", False), ("k", True))]
-    kinds += [(("e2m1", "e2m1"), layout) for layout in (("k", False), ("k", True))]
+    kinds = [(formats, layout) for formats in MX_PAIRS for layout in (("mn", False), ("k", False), ("k", True))]
+    kinds += [(NV_PAIR, layout) for layout in (("k", False), ("k", True))]
     return tuple(
         variant(_config(formats, out_dtype, layout, discrete, accumulate, pair), arch)
         for formats, layout in kinds
-        for out_dtype, accumulate in outputs
+        for out_dtype, accumulate in STORES
         for discrete in (False, True)
         for pair in (True, False)
     )
