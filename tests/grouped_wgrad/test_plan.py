@@ -9,29 +9,11 @@ import torch
 
 from culax.grouped_wgrad import plan
 from culax.grouped_wgrad.problem import WgradProblem
-
-M, N, T, E = 256, 512, 1024, 4
-PROBLEM = WgradProblem(
-    m=M,
-    n=N,
-    tokens=T,
-    experts=E,
-    a_dtype=torch.bfloat16,
-    b_dtype=torch.bfloat16,
-    out_dtype=torch.bfloat16,
-    a_strides=(1, M),
-    b_strides=(N, 1),
-    operand_layout="2d",
-    scale_layout="",
-    block=0,
-    discrete=False,
-    accumulate=False,
-    device_type="cuda",
-)
+from tests.grouped_wgrad.problems import PLAIN, M, T
 
 
 def changed(**changes: object) -> WgradProblem:
-    return dataclasses.replace(PROBLEM, **changes)
+    return dataclasses.replace(PLAIN, **changes)
 
 
 TAKEN = {

@@ -9,31 +9,14 @@ import torch
 
 from culax import dispatch, doctor
 from culax.grouped_wgrad import plan, plan_sm100
-from culax.grouped_wgrad.problem import WgradProblem
 from culax.grouped_wgrad.stages.gemm.config import SMEM_LIMIT
 from culax.grouped_wgrad.stages.gemm_tcgen05 import config as facts
 from culax.grouped_wgrad.stages.gemm_tcgen05.config import Config
 from culax.reference import block_scaled
 from culax.runtime import arch as runtime_arch
+from tests.grouped_wgrad.problems import PLAIN, M, T
 
-M, N, T, E = 256, 512, 1024, 4
-MX = WgradProblem(
-    m=M,
-    n=N,
-    tokens=T,
-    experts=E,
-    a_dtype=torch.float8_e4m3fn,
-    b_dtype=torch.float8_e5m2,
-    out_dtype=torch.bfloat16,
-    a_strides=(1, M),
-    b_strides=(N, 1),
-    operand_layout="2d",
-    scale_layout="padded",
-    block=32,
-    discrete=False,
-    accumulate=False,
-    device_type="cuda",
-)
+MX = dataclasses.replace(PLAIN, a_dtype=torch.float8_e4m3fn, b_dtype=torch.float8_e5m2, scale_layout="padded", block=32)
 K_MAJOR = {"a_strides": (T, 1), "b_strides": (1, T)}
 FP4 = torch.float4_e2m1fn_x2
 NV = dataclasses.replace(MX, a_dtype=FP4, b_dtype=FP4, block=16, a_strides=(T // 2, 1), b_strides=(1, T // 2))
