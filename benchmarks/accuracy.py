@@ -3,21 +3,17 @@
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from datetime import datetime, timezone
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 
 import culax  # noqa: F401  (registers the ops)
-from benchmarks import roofline
+from benchmarks import report
 from benchmarks.case import Inputs, Outputs, Peer
 from benchmarks.kda import KdaCase, chunked
-from benchmarks.markers import inserted
 from benchmarks.verify import group_errors
 
 MARKERS = "<!-- accuracy:begin -->", "<!-- accuracy:end -->"
@@ -95,12 +91,10 @@ def compared(found: Sequence[Error]) -> dict[str, float]:
     return ratios
 
 
-def document(case: KdaCase, found: Sequence[Error], missing: dict[str, str], commit: str) -> dict[str, Any]:
+def document(case: KdaCase, found: Sequence[Error], missing: dict[str, str], commit: str | None) -> dict[str, Any]:
     """The JSON document."""
     return {
-        "machine": roofline.machine(case.device),
-        "commit": commit,
-        "date": datetime.now(timezone.utc).strftime("%Y-%m-%d"),
+        **report.head(case.device, commit),
         "shape": case.shape(),
         "missing": missing,
         "largest_ratio_to_best_peer": compared(found),
@@ -150,30 +144,22 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda where there is one")
     for name, default in (("tokens", 512), ("heads", 4), ("key-dim", 128), ("value-dim", 128), ("seeds", 3)):
         parser.add_argument(f"--{name}", type=int, default=default, help="default: %(default)s")
-    parser.add_argument("--commit", default=None, help="the commit measured, where the sources are no checkout")
-    parser.add_argument("--output", type=Path, metavar="FILE", help="write the errors as JSON")
-    parser.add_argument("--from", dest="source", type=Path, metavar="FILE", help="measure nothing, read this JSON")
-    parser.add_argument("--write", type=Path, metavar="FILE", help="put the table between FILE's markers")
+    report.add_options(parser)
     return parser
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line."""
     args = _parser().parse_args(argv)
-    if args.source is None:
+
+    def measured() -> report.Document:
         device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
         dtype = torch.bfloat16 if device == "cuda" else torch.float32
         case = KdaCase("accuracy", 1, args.tokens, args.heads, args.key_dim, args.value_dim, dtype=dtype, device=device)
         found, missing = measure(case, range(args.seeds))
-        content = document(case, found, missing, args.commit or roofline.commit())
-    else:
-        content = json.loads(args.source.read_text())
-    if args.output:
-        args.output.parent.mkdir(parents=True, exist_ok=True)
-        args.output.write_text(json.dumps(content, indent=1) + "\n")
-    if args.write:
-        args.write.write_text(inserted(args.write.read_text(), MARKERS, table(content)))
-    print(table(content))
+        return document(case, found, missing, args.commit)
+
+    report.deliver(args, measured, table, MARKERS)
     return 0
 
 

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import argparse
 import gc
-import json
 import statistics
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +19,7 @@ from rich.progress import Progress
 from rich.table import Table
 
 import culax  # noqa: F401  (registers the ops)
-from benchmarks import registry, roofline, summary, timing
+from benchmarks import registry, report, roofline, summary, timing
 from benchmarks.case import Call, Case, Gate, Inputs, Outputs, Peer, Prepare, Timing
 from benchmarks.verify import verify
 
@@ -149,12 +147,10 @@ def _time(bound: dict[str, list[Call]], captured: list[str], device: str, settin
     return {name: Timing(**found) for name, found in times.items()}
 
 
-def document(results: list[Result], device: str, commit: str) -> dict[str, Any]:
+def document(results: list[Result], device: str, commit: str | None) -> dict[str, Any]:
     """The JSON document: machine, commit, date, and the results."""
     return {
-        "machine": roofline.machine(device),
-        "commit": commit,
-        "date": datetime.now(timezone.utc).strftime("%Y-%m-%d"),
+        **report.head(device, commit),
         "ceilings": [asdict(c) for c in {roofline.ceilings(device, getattr(torch, r.dtype)) for r in results}],
         "results": [asdict(result) for result in results],
     }
@@ -222,8 +218,7 @@ def _parser() -> argparse.ArgumentParser:
 def _save(args: argparse.Namespace, results: list[Result], device: str) -> None:
     """Write what was asked for from the results so far."""
     if args.output:
-        args.output.parent.mkdir(parents=True, exist_ok=True)
-        args.output.write_text(json.dumps(document(results, device, args.commit or roofline.commit()), indent=1) + "\n")
+        report.save(document(results, device, args.commit), args.output)
     if args.summary:
         summary.merge(args.summary, summary.fields(results))
 

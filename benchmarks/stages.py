@@ -10,16 +10,14 @@ import tempfile
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from benchmarks import resources, roofline
+from benchmarks import report, resources, roofline
 from benchmarks.case import Call, Cost
 from benchmarks.kda import CHUNK, KdaCase
-from benchmarks.markers import inserted
 from benchmarks.registry import select
 
 MARKERS = "<!-- kda-stages:begin -->", "<!-- kda-stages:end -->"
@@ -216,34 +214,22 @@ def _parser() -> argparse.ArgumentParser:
         description="Time, work and resources of every kernel of the KDA backward on a CUDA device.",
     )
     parser.add_argument("--case", action="append", default=[], metavar="PATTERN", help="default: the first KDA case")
-    parser.add_argument("--commit", default=None, help="the commit measured, where the sources are no checkout")
-    parser.add_argument("--output", type=Path, metavar="FILE", help="write the figures as JSON")
-    parser.add_argument("--from", dest="source", type=Path, metavar="FILE", help="measure nothing, read this JSON")
-    parser.add_argument("--write", type=Path, metavar="FILE", help="put the tables between FILE's markers")
+    report.add_options(parser)
     return parser
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line."""
     args = _parser().parse_args(argv)
-    if args.source is None:
+
+    def measured() -> report.Document:
         import culax  # noqa: F401  (registers the ops)
 
         chosen = [case for case in select(args.case or ["kda_bwd_b1_t8192_h32"], "cuda") if isinstance(case, KdaCase)]
-        content: dict[str, Any] = {
-            "machine": roofline.machine("cuda"),
-            "commit": args.commit or roofline.commit(),
-            "date": datetime.now(timezone.utc).strftime("%Y-%m-%d"),
-            "cases": [{"case": case.name, "stages": [asdict(row) for row in measure(case)]} for case in chosen],
-        }
-    else:
-        content = json.loads(args.source.read_text())
-    if args.output:
-        args.output.parent.mkdir(parents=True, exist_ok=True)
-        args.output.write_text(json.dumps(content, indent=1) + "\n")
-    if args.write:
-        args.write.write_text(inserted(args.write.read_text(), MARKERS, table(content)))
-    print(table(content))
+        cases = [{"case": case.name, "stages": [asdict(row) for row in measure(case)]} for case in chosen]
+        return {**report.head("cuda", args.commit), "cases": cases}
+
+    report.deliver(args, measured, table, MARKERS)
     return 0
 
 
