@@ -78,14 +78,17 @@ class Case(Protocol):
 
 @dataclass(frozen=True)
 class Timing:
-    """Medians; peak_mib is memory taken during a call, its outputs among it. Fields are None where the mode was not
-    asked for or does not exist on the device, or for the implementation."""
+    """Medians; overhead and allocation are of the host, in wall time and in the calling thread's CPU time; peak_mib is
+    memory taken during a call, its outputs among it. Fields are None where the mode was not asked for or does not exist
+    on the device, or for the implementation."""
 
     eager_ms: float | None = None
     graph_ms: float | None = None
     kernels_ms: float | None = None
     overhead_us: float | None = None
+    overhead_cpu_us: float | None = None
     allocation_us: float | None = None
+    allocation_cpu_us: float | None = None
     peak_mib: float | None = None
 
     @property

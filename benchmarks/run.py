@@ -31,7 +31,8 @@ figure. Times are medians over rotating inputs after warm-ups. Modes:
   eager     wall time of a call, device work included
   graph     time of a call inside a CUDA graph (CUDA)
   kernels   time of the kernels of a call, summed by the profiler (CUDA)
-  overhead  CPU time of an eager call in us, the device running behind, and what of it allocates the outputs
+  overhead  host time of an eager call in us, the device running behind, and what of it allocates the outputs: wall
+            time, and CPU time of the calling thread, which other work on the host does not lengthen
   memory    memory that a call takes beyond its inputs, at its highest (CUDA)
 TFLOP/s and TB/s count only the work that the operation needs; share is the part of the roofline reached, from the
 graph time where there is one."""
@@ -140,8 +141,8 @@ def _time(bound: dict[str, list[Call]], captured: list[str], device: str, settin
         if "kernels" in settings.modes and cuda:
             times[name]["kernels_ms"] = timing.kernels_ms(calls, warmups)
         if "overhead" in settings.modes:
-            times[name]["overhead_us"] = timing.overhead_us(calls, device, repeats)
-            times[name]["allocation_us"] = timing.allocation_us(calls, device, repeats)
+            for part, meter in (("overhead", timing.overhead_us), ("allocation", timing.allocation_us)):
+                times[name][f"{part}_us"], times[name][f"{part}_cpu_us"] = meter(calls, device, repeats)
         if "memory" in settings.modes and cuda:
             times[name]["peak_mib"] = timing.peak_mib(calls)
     return {name: Timing(**found) for name, found in times.items()}
@@ -171,8 +172,10 @@ def table(results: list[Result]) -> Table:
         "eager ms": [_shown(r.timing.eager_ms) for r in results],
         "graph ms": [_shown(r.timing.graph_ms) for r in results],
         "kernels ms": [_shown(r.timing.kernels_ms) for r in results],
-        "CPU us": [_shown(r.timing.overhead_us) for r in results],
-        "alloc us": [_shown(r.timing.allocation_us) for r in results],
+        "host us": [_shown(r.timing.overhead_us) for r in results],
+        "CPU us": [_shown(r.timing.overhead_cpu_us) for r in results],
+        "alloc host us": [_shown(r.timing.allocation_us) for r in results],
+        "alloc CPU us": [_shown(r.timing.allocation_cpu_us) for r in results],
         "MiB": [_shown(r.timing.peak_mib) for r in results],
         "TFLOP/s": [_shown(r.tflops) for r in results],
         "TB/s": [_shown(r.tb_per_s) for r in results],

@@ -87,12 +87,16 @@ def kernels_ms(calls: Sequence[Call], warmups: int) -> float:
     return total_us / 1e3 / len(calls)
 
 
-def overhead_us(calls: Sequence[Call], device: str, repeats: int) -> float:
-    """CPU time in us of one eager call, the device running behind: waits only between batches of ten."""
+def overhead_us(calls: Sequence[Call], device: str, repeats: int) -> tuple[float, float]:
+    """Time in us of one eager call on the host, the device running behind: (wall, CPU time of this thread).
+
+    The device is waited for between batches of ten only. On a host that runs other work as well, wall time counts what
+    that takes; the thread's own time does not, but for caches and clocks that they share.
+    """
     return _batched_us(calls, device, repeats)
 
 
-def allocation_us(calls: Sequence[Call], device: str, repeats: int) -> float:
+def allocation_us(calls: Sequence[Call], device: str, repeats: int) -> tuple[float, float]:
     """The part of it that torch takes to allocate a call's outputs: the same number of `torch.empty`."""
     shapes = [(x.shape, x.dtype, x.device) for x in calls[0]().values()]
 
@@ -102,17 +106,18 @@ def allocation_us(calls: Sequence[Call], device: str, repeats: int) -> float:
     return _batched_us([allocate], device, repeats)
 
 
-def _batched_us(calls: Sequence[Callable[[], object]], device: str, repeats: int) -> float:
+def _batched_us(calls: Sequence[Callable[[], object]], device: str, repeats: int) -> tuple[float, float]:
     for call in calls:
         call()
-    batches = []
+    walls, own = [], []
     for _ in range(max(3, repeats)):
         _synchronize(device)
-        start = time.perf_counter()
+        start, start_own = time.perf_counter_ns(), time.thread_time_ns()
         for i in range(10):
             calls[i % len(calls)]()
-        batches.append((time.perf_counter() - start) * 1e5)
-    return statistics.median(batches)
+        own.append((time.thread_time_ns() - start_own) / 1e4)
+        walls.append((time.perf_counter_ns() - start) / 1e4)
+    return statistics.median(walls), statistics.median(own)
 
 
 def peak_mib(calls: Sequence[Call]) -> float:

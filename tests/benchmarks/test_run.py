@@ -4,6 +4,7 @@ import json
 import socket
 import subprocess
 import sys
+import time
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
@@ -42,15 +43,20 @@ def planted_results():
 def test_right_implementation_gets_figures():
     result = planted_results()["culax"]
     assert result.gate.ok and result.reason is None
-    assert (
-        result.timing.eager_ms > 0
-        and result.timing.overhead_us > result.timing.allocation_us > 0
-        and result.timing.graph_ms is None
-    )
+    timing_ = result.timing
+    assert timing_.eager_ms > 0 and timing_.graph_ms is None
+    assert timing_.overhead_us > timing_.allocation_us > 0
+    assert timing_.overhead_cpu_us > timing_.allocation_cpu_us > 0
     cost = TINY.cost()
     assert result.tflops == pytest.approx(cost.flops / result.timing.eager_ms / 1e9)
     assert result.tb_per_s == pytest.approx(cost.bytes / result.timing.eager_ms / 1e9)
     assert result.roofline_share == pytest.approx(result.floor_ms / result.timing.eager_ms)
+
+
+def test_time_spent_waiting_is_no_cpu_time():
+    """What a loaded host adds to the wall time must not count as the call's own."""
+    wall, own = timing.overhead_us([lambda: time.sleep(2e-3)], "cpu", 3)
+    assert wall > 2000 > 4 * own
 
 
 @pytest.mark.parametrize(
