@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import argparse
+import signal
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 from tests.ptx import descriptors, groups, rings, tensor_memory
@@ -51,15 +54,27 @@ def check_text(source: str) -> list[Finding]:
     return found + descriptors.check_written_somewhere(found_kernels)
 
 
-def main(files: list[str]) -> int:
-    """Check `files`; return 1 if anything was found."""
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line: check the files; return 1 if anything was found, 2 if a file can't be checked."""
+    parser = argparse.ArgumentParser(
+        prog="python -m tests.ptx.check",
+        description="Check the PTX of kernels (python -m culax build --keep DIR writes it) against the rules of "
+        "tests/ptx/README.md. Exit status: 0 if all hold, 1 if not, 2 if a file can't be checked.",
+    )
+    parser.add_argument("files", nargs="+", type=Path, metavar="FILE.ptx")
     status = 0
-    for file in files:
-        found = check_text(Path(file).read_text())
+    for file in parser.parse_args(argv).files:
+        try:
+            found = check_text(file.read_text())
+        except (OSError, ValueError) as error:
+            print(f"{file}: {error}", file=sys.stderr)
+            status = 2
+            continue
         print(f"{file}: {len(found) or 'nothing'} found", *found, sep="\n  ")
-        status |= bool(found)
+        status = max(status, int(bool(found)))
     return status
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` ends it, quietly
+    sys.exit(main())

@@ -127,6 +127,28 @@ def test_command_line_lists_and_selects(capsys: pytest.CaptureFixture[str]) -> N
     assert capsys.readouterr().out.split() == ["sample_scale_t64"]
 
 
+def test_command_line_lists_every_architecture(capsys: pytest.CaptureFixture[str]) -> None:
+    assert build.main(["--list", "--only", "*e4m3_e4m3_bf16_*"]) == 0
+    names = capsys.readouterr().out.split()
+    assert {name.rpartition("_")[2] for name in names} == {"sm90", "sm100", "sm103"}
+
+
+def test_command_line_builds_for_a_named_architecture_only(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stop:
+        build.main([])
+    assert stop.value.code == 2 and "--arch" in capsys.readouterr().err
+
+
+def test_output_that_nobody_reads_is_no_error() -> None:
+    environment = {**os.environ, "PYTHONPATH": str(Path(build.AOT).parents[1])}
+    command = [sys.executable, "-m", "culax", "build", "--list"]
+    reading, writing = os.pipe()
+    os.close(reading)
+    process = subprocess.Popen(command, env=environment, stdout=writing, stderr=subprocess.PIPE, text=True)
+    os.close(writing)
+    assert process.communicate(timeout=60)[1] == ""
+
+
 def test_command_line_refuses_an_unknown_architecture(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as stop:
         build.main(["--arch", "sm_80"])

@@ -174,7 +174,9 @@ def _parser() -> argparse.ArgumentParser:
         prog="python -m culax build",
         description="Build kernels ahead of time. No GPU is needed; unchanged ones are kept.",
     )
-    parser.add_argument("--arch", action="append", choices=ARCHS, required=True, help="architecture; may be repeated")
+    parser.add_argument(
+        "--arch", action="append", choices=ARCHS, help="architecture; may be repeated, and left out for --list"
+    )
     parser.add_argument("--only", metavar="PATTERN", help="only variants whose name matches this shell pattern")
     parser.add_argument("--jobs", type=int, default=len(os.sched_getaffinity(0)), help="compiler processes at a time")
     parser.add_argument("--keep", type=Path, metavar="DIR", help="also write NAME.ptx, NAME.cubin and NAME.log there")
@@ -194,14 +196,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-    options = _parser().parse_args(argv)
+    parser = _parser()
+    options = parser.parse_args(argv)
+    if not options.arch and not options.list:
+        parser.error("say for which --arch")
     console = Console(stderr=True)
     status = 0
-    for arch in dict.fromkeys(options.arch):
+    for arch in dict.fromkeys(options.arch or ARCHS):
         variants = enumerate_variants(arch, options.plan or PLAN_MODULES, faults=options.faults)
         if options.only:
             variants = tuple(v for v in variants if fnmatch.fnmatchcase(v.name, options.only))
         if not variants:
+            if not options.arch:
+                continue
             print(f"{arch}: no kernels {'of that name' if options.only else 'exist for it'}")
             continue
         if options.list:
