@@ -11,6 +11,7 @@ from torch import Tensor
 
 from culax.kda import launch
 from culax.reference.kda_recurrence import kda_recurrence
+from tests.gpu.graphs import capture
 from tests.gpu.kda_problems import BF16, DEVICE, GATES, Case, assert_close, call, double
 
 NAMES = ("dq", "dk", "dv", "dg", "dbeta", "dh0")
@@ -168,10 +169,7 @@ def test_beta_and_offsets_of_either_width_give_the_same_bits(case: Case) -> None
 
 def test_a_graph_follows_changed_inputs_and_offsets() -> None:
     arguments = call(LONG)
-    run(LONG, arguments)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = run(LONG, arguments)
+    graph, captured = capture(lambda: run(LONG, arguments))
     changed = call(replace(LONG, offsets=(1, 300, 300, 302, 990)), seed=1)
     for old, new in zip(arguments, changed):
         if isinstance(old, Tensor):
@@ -185,9 +183,7 @@ def test_a_warmed_plan_can_be_captured(case: Case) -> None:
     launch.warm(case.plan(), torch.device(DEVICE))
     arguments = call(case)
     torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = run(case, arguments)
+    graph, captured = capture(lambda: run(case, arguments), warm=False)
     graph.replay()
     assert_same(run(case, arguments), captured)
 

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 import culax
 from tests.gpu import ops_cases
+from tests.gpu.graphs import capture
 from tests.ops import cases
 
 BF16 = torch.bfloat16
@@ -83,14 +84,7 @@ def test_a_thousand_replays_of_forward_and_backward() -> None:
     sources = [Step(seed) for seed in range(len(PACKINGS))]
     wanted = [[result.clone() for result in source()] for source in sources]
     held, larger = Step(0), raw_inputs(50, tokens=1500)
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        held()
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        results = held()
+    graph, results = capture(held)
     different = torch.zeros((), dtype=torch.int64, device="cuda")
     for replay in range(1000):
         index = (7 * replay) % len(sources)

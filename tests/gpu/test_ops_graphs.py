@@ -10,6 +10,7 @@ from torch import Tensor
 
 import culax
 from tests.gpu import ops_cases
+from tests.gpu.graphs import capture
 from tests.ops import cases
 
 OPS = torch.ops.culax
@@ -21,20 +22,6 @@ NAMES += ("grouped_wgrad_e4m3", "grouped_wgrad_nvfp4", "kda_bwd_bwd")
 @pytest.fixture(scope="module")
 def calls() -> dict[str, Callable[[], tuple[Tensor, ...]]]:
     return ops_cases.calls()
-
-
-def capture(
-    call: Callable[[], tuple[Tensor, ...]], pool: object = None
-) -> tuple[torch.cuda.CUDAGraph, tuple[Tensor, ...]]:
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        call()
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, pool=pool):
-        outputs = call()
-    return graph, outputs
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -171,10 +158,12 @@ def test_warmup_before_capture() -> None:
     culax.warmup("kda_bwd", metas[2], None, *metas[:5], None, None, *metas[5:])
     mat_a, mat_b, offs = ops_cases.kernel_wgrad()
     culax.warmup(OPS.grouped_wgrad, mat_a, mat_b, offs)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        o, _, Aqk, Akk = case.forward()
-        gradients = case.backward(o, None, (Aqk, Akk))
+
+    def calls() -> tuple[Tensor, ...]:
         OPS.grouped_wgrad(mat_a, mat_b, offs)
+        o, _, Aqk, Akk = case.forward()
+        return case.backward(o, None, (Aqk, Akk))
+
+    graph, gradients = capture(calls, warm=False)
     graph.replay()
     assert all(gradient.isfinite().all() for gradient in gradients)

@@ -14,6 +14,7 @@ from culax.grouped_wgrad import launch, plan
 from culax.reference.block_scaled import Scales
 from culax.runtime.variants import Variant
 from tests import quantize
+from tests.gpu.graphs import capture
 from tests.gpu.wgrad_problems import DEVICE, DTYPES, VARIANTS, Outputs, Sizes, arranged, offsets, plan_of
 
 M, N, REPLAYS = 256, 512, 8
@@ -104,10 +105,7 @@ def wrong_elements(name: str) -> tuple[list[int], list[int]]:
         for call in calls:
             call()
         eager.append(count())
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for call in calls:
-            call()
+    graph, _ = capture(lambda: [call() for call in calls], warm=False)
     for _ in range(REPLAYS):
         poison()
         graph.replay()

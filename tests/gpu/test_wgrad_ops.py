@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 import culax
+from tests.gpu.graphs import capture
 from tests.gpu.wgrad_problems import DEVICE, Sizes, assert_each_expert_close, offsets, truth
 
 SIZES = Sizes(264, 392, (100, 0, 37, 1, 250), tail=40)
@@ -139,10 +140,7 @@ def test_a_thousand_replays_follow_offsets_rewritten_in_place(kind: str) -> None
         else:
             torch.ops.culax.grouped_wgrad_out_list(out, a.t(), b, offs, accumulate=True)
 
-    call()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        call()
+    graph, _ = capture(call)
     splits = [SIZES.experts, (0, 0, 388, 0, 0), (388, 0, 0, 0, 0), (1, 2, 3, 4, 5), (97, 97, 97, 97, 0)]
     expected = {split: truth(a, b, split) for split in splits}
     for replay in range(1000):
