@@ -9,7 +9,7 @@ READY := $(VENV)/.ready
 STUB_SOURCES := setup.py pyproject.toml torch_ext/culax/schemas.txt $(wildcard csrc_stub/*)
 
 .DEFAULT_GOAL := help
-.PHONY: help env demo doctor test lint types unit gpu-test ptx-all kernels bench clean
+.PHONY: help env demo doctor test lint types unit gpu-test gpu-sanitize ptx-all kernels bench clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*##/\t/' | expand -t 14
@@ -45,8 +45,11 @@ unit: env  ## the tests (GPU tests run where a GPU is)
 gpu-test:  ## the GPU tests, with PY's torch; records what passed in tests/gpu/verified.json
 	PYTHONPATH=torch_ext $(PY) -m tests.gpu.record
 
+gpu-sanitize:  ## compute-sanitizer over small tests of every kernel, with PY's torch
+	PYTHONPATH=torch_ext $(PY) -m tests.gpu.sanitize
+
 ptx-all: env  ## check the compiled code of every kernel variant
-	$(PY) -m pytest tests/ptx --ptx-all
+	$(PY) -m pytest tests/ptx --ptx-all -n $(JOBS) --dist worksteal
 
 kernels: env  ## build the SM90 kernels ahead of time
 	$(PY) -m culax build --arch sm_90a

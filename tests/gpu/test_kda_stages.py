@@ -24,6 +24,8 @@ from tests.gpu.kda_problems import (
 CASES = {
     "one_chunk_no_state": Case(1, 64, 1, 1, gate="mild", states=False),
     "partial_last_chunk": Case(2, 200, 2, 2),
+    "one_head_rings_go_round": Case(1, 330, 1, 1),
+    "one_head_alone_in_its_cluster": Case(1, 330, 1, 1, 64, 64),
     "one_token": Case(2, 1, 2, 2),
     "decay_e-5_a_token": Case(1, 320, 2, 2, gate="five"),
     "no_decay": Case(1, 256, 2, 2, gate="zero"),

@@ -25,6 +25,7 @@ CASES = {
     "first_middle_last_empty": Sizes(200, 328, (0, 8, 8, 0, 16, 0), tail=16),
     "m_n_off_the_tile": Sizes(1408, 1000, (300, 0, 17, 900, 64), tail=64),
     "smallest": Sizes(8, 8, (3,)),
+    "rings_go_round": Sizes(136, 136, (0, 520, 24), tail=8),
     "all_empty": Sizes(264, 136, (0, 0, 0), tail=64),
     "hundreds_mostly_empty": Sizes(136, 264, (0, 3) * 200 + (0,) * 111 + (70,)),
 }
