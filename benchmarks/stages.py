@@ -63,18 +63,16 @@ def costs(case: KdaCase) -> dict[str, Cost]:
     states = 4 * case.states * case.heads * k * v
     products = {
         "prep": c * c * (k + v),
-        "scan": 2 * c * k * v,
-        "reverse_scan": c * c * v + 3 * c * k * v,
+        "scans": c * c * v + 5 * c * k * v,
         "local": 3 * c * k * v + 3 * c * c * v + 6 * c * c * k + 2 * c * c * c,
     }
     tokens, tapes = c * (4 * k + 4), 2 * c
     moved = {  # gates and beta; then bf16 vectors of K, V and C elements a token; then bytes a chunk
         "prep": tokens + tapes * (2 * k + v + c) + tapes * (3 * k + v) + 4 * k,
-        "scan": tapes * (2 * k + v) + 4 * k + 2 * k * v + tapes * v,
-        "reverse_scan": tapes * (3 * k + v + c) + 4 * k + 2 * k * v + tapes * v,
+        "scans": tapes * (5 * k + 2 * v + c) + 8 * k + 4 * k * v + tapes * 2 * v,
         "local": 2 * tokens + tapes * (2 * k + 4 * v + c) + 4 * k * v + tapes * (2 * k + v),
     }
-    given = {"scan": states, "reverse_scan": 2 * states}
+    given = {"scans": 3 * states}
     return {
         name: Cost(2.0 * chunks * products[name], float(chunks * moved[name] + given.get(name, 0))) for name in products
     }

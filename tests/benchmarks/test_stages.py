@@ -26,8 +26,8 @@ def test_products_of_the_stages_are_those_of_the_case():
 @pytest.mark.parametrize(
     ("kernel", "stage"),
     [
-        ("kernel_cutlass_reverse_scan_kernel_Gmemq_0", "reverse_scan"),
-        ("kernel_cutlass_scan_kernel_Gmem_0", "scan"),
+        ("kernel_cutlass_group_sum_kernel_tensor_0", "group_sum"),
+        ("kernel_cutlass_scans_kernel_Gmem_0", "scans"),
         ("kernel_cutlass_fill_equal_kernel_tensor_0", "chunk_table"),
         ("void at::native::copy", "other"),
     ],

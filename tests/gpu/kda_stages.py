@@ -72,8 +72,9 @@ class Kernels:
 
     chunk_table: Callable[..., None]
     prep: Callable[..., None]
-    scan: Callable[..., None]
-    reverse_scan: Callable[..., None]
+    scans: Callable[..., None]
+    summary: Callable[..., None]
+    join: Callable[..., None]
     local: Callable[..., None]
     group_sum: Callable[..., None] | None
 
@@ -98,14 +99,47 @@ def prep(ready: Kernels, x: Inputs, t: Tapes, scale: float) -> None:
     ready.prep(x.q, x.k, x.v, x.g, x.beta, x.akk, t.table, t.minus_w, t.u, t.qg, t.kg, t.decay, scale)
 
 
-def scan(ready: Kernels, x: Inputs, t: Tapes, final: Tensor) -> None:
-    """F4: the states before the chunks, v_new, and the final states unless `final` is empty."""
-    ready.scan(t.minus_w, t.u, t.kg, t.decay, t.bounds, x.initial, t.h, t.v_new, final)
+@dataclass(frozen=True)
+class Summaries:
+    """States before the segments and gradients of those after them [N * segments, HV, K, V], transitions [N * segments,
+    HV, K, K] as they are and transposed, fp32, all NaN at first."""
+
+    starts: Tensor
+    ends: Tensor
+    transitions: Tensor
+    transposed: Tensor
 
 
-def reverse_scan(ready: Kernels, x: Inputs, t: Tapes, dh0: Tensor) -> None:
-    """B1's dv_loc and B2: the gradients of the states after the chunks, dvn, and dh0 unless it is empty."""
-    ready.reverse_scan(t.qg, t.minus_w, t.kg, t.decay, x.do, x.aqk, t.table, t.bounds, x.dht, t.dh, t.dvn, dh0)
+def _reads(x: Inputs, t: Tapes, initial: Tensor, dht: Tensor) -> tuple[Tensor, ...]:
+    return (t.qg, t.minus_w, t.u, t.kg, t.decay, x.do, x.aqk, t.table, t.bounds, initial, dht)
+
+
+def summarise(ready: Kernels, x: Inputs, t: Tapes, segments: int) -> Summaries:
+    """Last states and transitions of the segments alone."""
+    heads, key_dim, value_dim = x.v.shape[2], x.q.shape[3], x.v.shape[3]
+    rows = (t.bounds.shape[0] - 1) * segments
+    widths = (value_dim, value_dim, key_dim, key_dim)
+    nan = float("nan")
+    s = Summaries(*(torch.full((rows, heads, key_dim, width), nan, device=x.q.device) for width in widths))
+    ready.summary(_reads(x, t, x.initial, x.dht), s.starts, s.ends, s.transitions, s.transposed, segments)
+    return s
+
+
+def join(ready: Kernels, x: Inputs, s: Summaries, segments: int) -> None:
+    """The states between the segments out of their summaries, in place."""
+    ready.join(x.initial, x.dht, s.transitions, s.transposed, s.starts, s.ends, segments)
+
+
+def scans(ready: Kernels, x: Inputs, t: Tapes, last: tuple[Tensor, Tensor], segments: int = 1) -> None:
+    """F4, B1's dv_loc and B2: states before the chunks and v_new, gradients of the states after them and dvn; final
+    states and dh0 unless these are empty."""
+    initial, dht = x.initial, x.dht
+    if segments > 1:
+        s = summarise(ready, x, t, segments)
+        join(ready, x, s, segments)
+        initial, dht = s.starts, s.ends
+    final, dh0 = last
+    ready.scans(_reads(x, t, initial, dht), t.h, t.v_new, final, t.dh, t.dvn, dh0, segments)
 
 
 def local(ready: Kernels, x: Inputs, t: Tapes, gradients: tuple[Tensor, ...], scale: float) -> None:

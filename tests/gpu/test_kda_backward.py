@@ -26,6 +26,13 @@ CASES = {f"gate_{gate}": Case(2, 200, 2, 2, gate=gate) for gate in GATES} | {
     "packed": Case(1, 330, 2, 2, offsets=(3, 3, 4, 68, 132, 325)),
     "no_states": Case(1, 129, 2, 2, states=False),
 }
+# Few heads and long sequences: the plan walks over 3 segments of each.
+SEGMENTED = {
+    "segments_grouped": Case(1, 1590, 1, 2, gate="mild"),
+    "segments_k64": Case(1, 1590, 2, 2, 64, 64),
+    "segments_no_states": Case(1, 1590, 1, 1, gate="zero", states=False),
+    "segments_packed": Case(1, 4800, 1, 1, offsets=(3, 500, 501, 4790)),
+}
 # Errors of the whole chain of bf16 tapes; global, and for the worst head and chunk.
 BOUNDS = {"dq": 4.5e-3, "dk": 6e-3, "dv": 4.5e-3, "dg": 6e-3, "dbeta": 6e-3, "dh0": 4.5e-3}
 TILE = 2.5
@@ -55,7 +62,13 @@ def tiles(x: Tensor, case: Case) -> Tensor:
     return torch.stack(parts)
 
 
-@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+def test_segments_are_several() -> None:
+    for case in SEGMENTED.values():
+        arguments = call(case)
+        assert launch.sizes(case.plan(), arguments[4], None if case.offsets is None else case.sequences)[1] == 3
+
+
+@pytest.mark.parametrize("case", [*CASES.values(), *SEGMENTED.values()], ids=[*CASES, *SEGMENTED])
 def test_against_the_token_recurrence(case: Case) -> None:
     arguments = call(case)
     got, want = run(case, arguments), recurrence_gradients(arguments)
@@ -128,17 +141,21 @@ def test_half_precision_gates_get_gradients_in_their_dtype() -> None:
     assert torch.equal(got[3], want[3].to(BF16)) and torch.equal(got[4], want[4].to(BF16))
 
 
-def test_a_sequence_of_nan_stays_alone() -> None:
-    arguments = call(LONG)
-    clean = run(LONG, arguments)
+@pytest.mark.parametrize("case", [LONG, SEGMENTED["segments_packed"]], ids=["one_segment", "segments"])
+def test_a_sequence_of_nan_stays_alone(case: Case) -> None:
+    """The second sequence has one token."""
+    assert case.offsets is not None
+    arguments, token = call(case), case.offsets[1]
+    clean = run(case, arguments)
     for i in (0, 2, 3, 4, 5, 6):
         arguments[i] = arguments[i].clone()
-        arguments[i][0, 200:201] = math.nan
+        arguments[i][0, token] = math.nan
     for i in (1, 9):
         arguments[i][1] = math.nan
-    spoiled = run(LONG, arguments)
+    spoiled = run(case, arguments)
     for name, a, b in zip(NAMES, clean, spoiled):
-        rest = [n for n in range(4) if n != 1] if name == "dh0" else [t for t in range(1000) if t != 200]
+        whole, spoiled_one = (case.sequences, 1) if name == "dh0" else (case.tokens, token)
+        rest = [i for i in range(whole) if i != spoiled_one]
         a, b = (x[rest] if name == "dh0" else x[0, rest] for x in (a, b))
         assert torch.equal(a, b), name
 

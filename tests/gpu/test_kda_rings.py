@@ -26,15 +26,13 @@ def scanned(case: Case, inputs: launch.Inputs, scale: float, build: str = "") ->
     """h, v_new, the final states, dh, dvn and dh0 of a call, by the shipped scans or by another build of them."""
     ready = case.kernels()
     if build:
-        names = {stage: f"kda_{stage}_k{case.key_dim}_v128_{build}_sm90a" for stage in ("scan", "reverse_scan")}
-        ready = replace(ready, **{stage: load.get(FAULTS[name]) for stage, name in names.items()})
+        ready = replace(ready, scans=load.get(FAULTS[f"kda_scans_k{case.key_dim}_v128_{build}_sm90a"]))
     tapes = poisoned_tapes(inputs)
-    states = [poisoned(tuple(inputs.initial.shape), torch.float32) for _ in range(2)]
+    final, dh0 = (poisoned(tuple(inputs.initial.shape), torch.float32) for _ in range(2))
     kda_stages.build_table(ready, inputs, tapes)
     kda_stages.prep(ready, inputs, tapes, scale)
-    kda_stages.scan(ready, inputs, tapes, states[0])
-    kda_stages.reverse_scan(ready, inputs, tapes, states[1])
-    return [tapes.h, tapes.v_new, states[0], tapes.dh, tapes.dvn, states[1]]
+    kda_stages.scans(ready, inputs, tapes, (final, dh0))
+    return [tapes.h, tapes.v_new, final, tapes.dh, tapes.dvn, dh0]
 
 
 def bits(tensor: Tensor) -> Tensor:

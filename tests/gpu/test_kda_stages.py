@@ -79,24 +79,79 @@ def test_prep(problem: tuple[list, Truth]) -> None:
     torch.testing.assert_close(tapes.decay[:count], expected.given["decay"][:count], rtol=2e-4, atol=1e-37)
 
 
-def test_scan(problem: tuple[list, Truth]) -> None:
-    inputs, tapes, count = ready(problem, "minus_w", "u", "kg", "decay")
-    expected = problem[1]
-    final = poisoned(tuple(expected.scan.final_state.shape), torch.float32)
-    kda_stages.scan(expected.case.kernels(), inputs, tapes, final)
-    for name, want in (("h", expected.scan.h), ("v_new", expected.scan.v_new)):
-        assert_close(name, read_tape(getattr(tapes, name), want)[:count], want[:count], BOUND, TILE_BOUND)
-    assert_close("final_state", final, expected.scan.final_state, BOUND, TILE_BOUND)
+SCANNED = "minus_w", "u", "qg", "kg", "decay"
 
 
-def test_reverse_scan(problem: tuple[list, Truth]) -> None:
-    inputs, tapes, count = ready(problem, "minus_w", "qg", "kg", "decay")
+@pytest.mark.parametrize("segments", [1, 2, 3, 4, 7])
+def test_scans(problem: tuple[list, Truth], segments: int) -> None:
+    """Segments of a sequence may be longer by one chunk than others, or empty."""
+    inputs, tapes, count = ready(problem, *SCANNED)
     expected = problem[1]
-    dh0 = poisoned(tuple(expected.reverse_scan.dh0.shape), torch.float32)
-    kda_stages.reverse_scan(expected.case.kernels(), inputs, tapes, dh0)
-    for name, want in (("dh", expected.reverse_scan.dh), ("dvn", expected.reverse_scan.dvn)):
+    forward, reverse = expected.scan, expected.reverse_scan
+    last = tuple(poisoned(tuple(y.shape), torch.float32) for y in (forward.final_state, reverse.dh0))
+    kda_stages.scans(expected.case.kernels(), inputs, tapes, last, segments)
+    wanted = {"h": forward.h, "v_new": forward.v_new, "dh": reverse.dh, "dvn": reverse.dvn}
+    for name, want in wanted.items():
         assert_close(name, read_tape(getattr(tapes, name), want)[:count], want[:count], BOUND, TILE_BOUND)
-    assert_close("dh0", dh0, expected.reverse_scan.dh0, BOUND, TILE_BOUND)
+    for name, got, want in zip(("final_state", "dh0"), last, (forward.final_state, reverse.dh0)):
+        assert_close(name, got, want, BOUND, TILE_BOUND)
+
+
+@pytest.mark.parametrize("segments", [2, 3, 5])
+def test_summaries(problem: tuple[list, Truth], segments: int) -> None:
+    """Transitions are the products of the chunks' own; what is in none is not written."""
+    inputs, tapes, _ = ready(problem, *SCANNED)
+    expected = problem[1]
+    case, given = expected.case, {name: y.double() for name, y in expected.given.items()}
+    got = kda_stages.summarise(case.kernels(), inputs, tapes, segments)
+    identity = torch.eye(case.key_dim, dtype=torch.float64, device=DEVICE)
+    bounds = tapes.bounds.tolist()
+    for n in range(case.sequences):
+        for segment in range(segments):
+            row, length = n * segments + segment, bounds[n + 1] - bounds[n]
+            if segment in (0, segments - 1):
+                assert got.transitions[row].isnan().all() and got.transposed[row].isnan().all()
+                continue
+            want = identity.expand(case.value_heads, -1, -1)
+            for chunk in range(
+                bounds[n] + length * segment // segments, bounds[n] + length * (segment + 1) // segments
+            ):
+                step = given["kg"][chunk].mT @ given["minus_w"][chunk] + torch.diag_embed(given["decay"][chunk])
+                want = step @ want
+            assert_close("transition", got.transitions[row, None], want[None], BOUND, TILE_BOUND)
+            assert torch.equal(got.transposed[row], got.transitions[row].mT)
+
+
+@pytest.mark.parametrize("states", [False, True])
+@pytest.mark.parametrize(("key_dim", "value_dim"), [(64, 64), (64, 128), (128, 64), (128, 128)])
+def test_join(key_dim: int, value_dim: int, states: bool) -> None:
+    segments, sequences, heads = 5, 2, 3
+    case = Case(1, 1, heads, heads, key_dim, value_dim)
+
+    def normal(rows: int, width: int) -> torch.Tensor:
+        return torch.randn(rows, heads, key_dim, width, device=DEVICE)
+
+    given = [normal(sequences if states else 0, value_dim) for _ in range(2)]
+    starts, ends = (normal(sequences * segments, value_dim) for _ in range(2))
+    matrices = normal(sequences * segments, key_dim) / key_dim**0.5
+    matrices.view(sequences, segments, -1)[:, [0, -1]] = float("nan")
+    want = [
+        torch.zeros(sequences, segments, heads, key_dim, value_dim, dtype=torch.float64, device=DEVICE) for _ in "ab"
+    ]
+    per_sequence = [y.double().unflatten(0, (sequences, segments)) for y in (starts, ends, matrices)]
+    steps = per_sequence[2]
+    for out, there, first, step in zip(want, per_sequence, given, (1, -1)):
+        order = list(range(segments))[::step]
+        if states:
+            out[:, order[0]] = first.double()
+        out[:, order[1]] = there[:, order[1]]
+        for here, after in zip(order[1:], order[2:]):
+            matrix = steps[:, here] if step == 1 else steps[:, here].mT
+            out[:, after] = there[:, after] + matrix @ out[:, here]
+    transposed = matrices.mT.contiguous()
+    case.kernels().join(*given, matrices, transposed, starts, ends, segments)
+    for name, got, expected in zip(("starts", "ends"), (starts, ends), want):
+        assert_close(name, got, expected.flatten(0, 1), 1e-6, 2e-6)
 
 
 def test_local(problem: tuple[list, Truth]) -> None:

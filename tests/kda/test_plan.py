@@ -10,8 +10,7 @@ from culax.kda import plan
 from culax.kda.problem import KdaProblem
 from culax.kda.stages.local.config import LocalConfig
 from culax.kda.stages.prep.config import PrepConfig
-from culax.kda.stages.reverse_scan.config import ReverseScanConfig
-from culax.kda.stages.scan.config import ScanConfig
+from culax.kda.stages.scans.config import ScansConfig
 
 SMEM_LIMIT = 232_448
 PROBLEM = KdaProblem(
@@ -84,8 +83,9 @@ def test_shared_memory_and_threads_fit(config):
     ("config", "smem", "threads"),
     [
         (PrepConfig(128, 128), 77_056, 256),
-        (ScanConfig(128, 128), 215_104, 160),
-        (ReverseScanConfig(128, 128), 222_768, 160),
+        (ScansConfig(128, 128).forward, 215_104, 160),
+        (ScansConfig(128, 128), 222_768, 160),
+        (ScansConfig(128, 128, summary=True), 198_192, 160),
         (LocalConfig(128, 128, partial=False), 115_504, 256),
         (LocalConfig(64, 128, partial=False), 123_696, 256),
     ],
@@ -104,10 +104,36 @@ def test_two_local_ctas_fit_on_an_sm_but_for_128_value_columns(key_dim, value_di
     assert config.splits * config.value_columns >= value_dim
 
 
-@pytest.mark.parametrize("config", [ScanConfig(128, 128), ReverseScanConfig(128, 128)], ids=repr)
+@pytest.mark.parametrize("config", [ScansConfig(128, 128).forward, ScansConfig(128, 128).reverse], ids=repr)
 def test_a_scan_stage_more_would_not_fit(config):
     with pytest.raises(AssertionError):
         dataclasses.replace(config, stages=config.stages + 1)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "segments"),
+    [
+        ((128, 128, 1, 8, 1024), 4),
+        ((128, 128, 1, 4, 512), 6),
+        ((64, 64, 1, 8, 1024), 6),
+        ((64, 128, 2, 4, 1024), 4),
+        ((128, 128, 1, 1, 100_000), 23),
+        ((128, 128, 1, 16, 1024), 1),
+        ((128, 128, 1, 32, 128), 1),
+        ((128, 128, 1, 1, 3), 1),
+        ((128, 128, 0, 8, 0), 1),
+        ((128, 128, 100, 8, 228), 1),
+    ],
+)
+def test_few_states_are_walked_over_in_segments(sizes, segments):
+    assert plan.segments(*sizes) == segments
+
+
+def test_segments_fill_the_multiprocessors_once():
+    for states, chunks in itertools.product(range(1, 12), (16, 60, 1000)):
+        count = plan.segments(128, 128, 1, states, chunks)
+        assert count == 1 or states * max(4 * count, 4 * (count - 1) + 2 * (count - 2)) <= plan.MULTIPROCESSORS
+        assert count == 1 or chunks >= plan.FEWEST_CHUNKS * count
 
 
 def test_fault_builds_are_in_no_plan():

@@ -86,6 +86,7 @@ class Machine:
         self._symbols: dict[str, int] = {}
         self._tid = 0
         self.rank = 0  # of the followed thread's block in its cluster
+        self.kind = 0  # of its block: where it lies along the grid's second dimension
         self.most_values = _MOST_VALUES
 
     def _next_stops(self) -> list[int]:
@@ -113,6 +114,8 @@ class Machine:
                 return 0
             if text == "%cluster_ctarank":
                 return self.rank
+            if text == "%ctaid.y":
+                return self.kind
             return registers.get(text)
         if (number := evaluate.constant(text)) is not None:
             return number

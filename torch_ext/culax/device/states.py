@@ -12,7 +12,8 @@ import cutlass.cute as cute
 import cutlass.utils.hopper_helpers as hopper
 from cutlass.cute.nvgpu import OperandMajorMode, warp, warpgroup
 
-from culax.device.walks import SLICE
+from culax.device.chunks import select
+from culax.device.walks import SLICE, WARPGROUP
 
 REGISTERS, IMAGE = warpgroup.OperandSource.RMEM, warpgroup.OperandSource.SMEM
 ALONG_K, ALONG_MN = OperandMajorMode.K, OperandMajorMode.MN
@@ -20,18 +21,35 @@ ALONG_K, ALONG_MN = OperandMajorMode.K, OperandMajorMode.MN
 
 @dataclass(frozen=True)
 class Place:
-    """What a CTA works on: a sequence, a value head and a slice of value columns."""
+    """What a CTA works on: a sequence, one of the `segments` that its chunks fall into, a value head and 64 columns."""
 
     sequence: cutlass.Int32
+    segment: cutlass.Int32
+    segments: cutlass.Int32
     value_head: cutlass.Int32
     slice: cutlass.Int32
 
+    @property
+    def row(self) -> cutlass.Int32:
+        """The segment's place among those of all sequences."""
+        return self.sequence * self.segments + self.segment
 
-def place_of_cta(value_heads: cutlass.Int32, slices: int) -> Place:
-    """CTA i of a grid of N * HV * slices; the slices of one state are neighbours, as they read the same tiles."""
+
+def place_of_cta(value_heads: cutlass.Int32, slices: int, segments: cutlass.Int32) -> Place:
+    """CTA i of a grid of N * segments * HV * slices; the slices of one state are neighbours, as they read the same
+    tiles."""
     cta = cute.arch.block_idx()[0]
     row = cta // slices
-    return Place(row // value_heads, row % value_heads, cta % slices)
+    segment = row // value_heads
+    return Place(segment // segments, segment % segments, segments, row % value_heads, cta % slices)
+
+
+def span(bounds: cute.Tensor, place: Place) -> tuple[cutlass.Int32, cutlass.Int32]:
+    """First chunk of a segment and the one behind its last; segments of a sequence differ by one chunk at most."""
+    begin = bounds[place.sequence]
+    chunks = bounds[place.sequence + 1] - begin
+    first, past = (chunks * segment // place.segments for segment in (place.segment, place.segment + 1))
+    return begin + first, begin + past
 
 
 def product(columns: int, source: object, b_major: OperandMajorMode) -> cute.TiledMma:
@@ -124,27 +142,50 @@ def store_transposed(operand: cute.Tensor, tile: cute.Tensor) -> None:
     cute.copy(copy, mine.retile(values), mine.partition_D(tile))
 
 
-def _in_memory(states: cute.Tensor, place: Place) -> cute.Tensor:
+def _in_memory(states: cute.Tensor, row: cutlass.Int32, place: Place) -> cute.Tensor:
     """This thread's elements of a transposed state."""
     columns = states.shape[2]
-    state = cute.local_tile(states[place.sequence, place.value_head, None, None], (columns, SLICE), (0, place.slice))
-    view = cute.make_tensor(state.iterator, cute.select(state.layout, mode=[1, 0]))
+    state = cute.local_tile(states[row, place.value_head, None, None], (columns, SLICE), (0, place.slice))
+    return _mine(cute.make_tensor(state.iterator, cute.select(state.layout, mode=[1, 0])))
+
+
+def _mine(view: cute.Tensor) -> cute.Tensor:
+    """This thread's elements of a matrix [64, n] that lies like an accumulator."""
+    columns = cute.size(view, mode=[1])
     return product(columns, REGISTERS, ALONG_MN).get_slice(cute.arch.thread_idx()[0]).partition_C(view)
 
 
-@cute.jit
-def load_state(states: cute.Tensor, place: Place) -> cute.Tensor:
-    """The CTA's part of a state in [N, HV, K, V] fp32, transposed, as an accumulator; zeros where the tensor is
-    empty."""
-    state = accumulator(states.shape[2])
-    state.fill(0.0)
-    if states.shape[0] > 0:
-        cute.autovec_copy(_in_memory(states, place), state)
-    return state
+def zeros(columns: int) -> cute.Tensor:
+    """An accumulator [64, columns] of zeros."""
+    acc = accumulator(columns)
+    acc.fill(0.0)
+    return acc
 
 
 @cute.jit
-def store_state(state: cute.Tensor, states: cute.Tensor, place: Place) -> None:
-    """Write such an accumulator, unless the tensor is empty."""
+def load_state(state: cute.Tensor, states: cute.Tensor, row: cutlass.Int32, place: Place) -> None:
+    """Read the CTA's columns of entry `row` of states [rows, HV, K, V] fp32, transposed, into an accumulator, unless
+    the tensor is empty."""
     if states.shape[0] > 0:
-        cute.autovec_copy(state, _in_memory(states, place))
+        cute.autovec_copy(_in_memory(states, row, place), state)
+
+
+@cute.jit
+def store_state(state: cute.Tensor, states: cute.Tensor, row: cutlass.Int32, place: Place) -> None:
+    """Write such an accumulator to entry `row`, unless the tensor is empty."""
+    if states.shape[0] > 0:
+        cute.autovec_copy(state, _in_memory(states, row, place))
+
+
+def fill_identity(state: cute.Tensor, place: Place) -> None:
+    """The CTA's columns of the identity [K, K], transposed, as an accumulator [64, K]."""
+    where = _mine(cute.make_identity_tensor((SLICE, cute.size(state) * WARPGROUP // SLICE)))
+    for i in range(cute.size(state)):
+        column, key = where[i]
+        state[i] = select(key == place.slice * SLICE + column, 1.0, 0.0)
+
+
+def store_transposed_state(state: cute.Tensor, states: cute.Tensor, row: cutlass.Int32, place: Place) -> None:
+    """Write the CTA's columns of a matrix [K, K] as rows of its transpose in [rows, HV, K, K]."""
+    matrix = states[row, place.value_head, None, None]
+    cute.autovec_copy(state, _mine(cute.local_tile(matrix, (SLICE, states.shape[3]), (place.slice, 0))))

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..reference import kda_chunked
 from ..runtime import load
-from .plan import Plan
+from .plan import Plan, segments
 from .problem import CHUNK
 
 
@@ -89,13 +89,16 @@ def kernel(plan: Plan) -> load.Kernel:
     return load.get(plan.variant)
 
 
-def workspace_elements(plan: Plan, v: Tensor, sequences: int | None) -> int:
-    """Size of a call's workspace in bf16, from shapes alone; sequences: those of cu_seqlens, None without it."""
-    batch, tokens, value_heads, _ = v.shape
+def sizes(plan: Plan, v: Tensor, sequences: int | None) -> tuple[int, int]:
+    """Size of a call's workspace in bf16, and the segments each sequence is walked over in, from shapes alone;
+    sequences: those of cu_seqlens, None without it."""
+    batch, tokens, value_heads, value_dim = v.shape
     each = -(-tokens // CHUNK)
     chunks = each * batch if sequences is None else each + sequences
+    full = each * batch if sequences is None else each
     sequences = batch if sequences is None else sequences
-    return plan.config.workspace_bytes(chunks, sequences, batch * tokens, value_heads) // 2
+    count = segments(plan.key_dim, value_dim, sequences, value_heads, full)
+    return plan.config.workspace_bytes(chunks, sequences, batch * tokens, value_heads, count) // 2, count
 
 
 def offsets_pair(cu_seqlens: Tensor | None, device: torch.device) -> list[Tensor]:
@@ -117,7 +120,7 @@ def run(plan: Plan, arguments: tuple) -> tuple[Tensor, ...]:
     q, k, v, g, beta = arguments[2:7]
     with torch.cuda.device(q.device):
         x, scale = collect(arguments)
-        size = workspace_elements(plan, x.v, None if x.cu_seqlens is None else x.cu_seqlens.shape[0] - 1)
+        size, count = sizes(plan, x.v, None if x.cu_seqlens is None else x.cu_seqlens.shape[0] - 1)
         workspace = torch.empty(size, dtype=torch.bfloat16, device=q.device)
         dq, dk, dv = (torch.empty(y.shape, dtype=y.dtype, device=y.device) for y in (q, k, v))
         dg = torch.empty(g.shape, dtype=torch.float32, device=g.device)
@@ -125,7 +128,7 @@ def run(plan: Plan, arguments: tuple) -> tuple[Tensor, ...]:
         dh0 = torch.empty(x.initial.shape, dtype=torch.float32, device=q.device)
         inputs = (x.do, x.dht, x.q, x.k, x.v, x.g, x.beta, x.aqk, x.akk, x.initial)
         offsets = offsets_pair(x.cu_seqlens, q.device)
-        kernel(plan)(*inputs, *offsets, workspace, dq, dk, dv, dg, dbeta, dh0, scale)
+        kernel(plan)(*inputs, *offsets, workspace, dq, dk, dv, dg, dbeta, dh0, scale, count)
         return dq, dk, dv, dg.to(g.dtype), dbeta, dh0
 
 

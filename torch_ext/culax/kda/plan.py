@@ -8,18 +8,24 @@ from functools import cache
 
 import torch
 
+from ..device.walks import SLICE
 from ..runtime.variants import Variant
 from .problem import KdaProblem
 from .stages.backward.config import BackwardConfig
 from .stages.chunk_table.config import ChunkTableConfig
 from .stages.group_sum.config import GroupSumConfig
+from .stages.join.config import JoinConfig
 from .stages.local.config import LocalConfig
 from .stages.prep.config import PrepConfig
-from .stages.reverse_scan.config import ReverseScanConfig
-from .stages.scan.config import ScanConfig
+from .stages.scans.config import ScansConfig
 
 ARCHITECTURES = ("sm_90a",)
 DIMS = (64, 128)
+MULTIPROCESSORS = 132
+"""Of the device that segments are chosen for; on another one they are as right, perhaps slower."""
+FEWEST_CHUNKS = 8
+"""A shorter segment's walk takes less than what it costs to have one more."""
+MOST_SEGMENTS = 32
 
 
 @dataclass(frozen=True, eq=False)
@@ -43,6 +49,23 @@ class Plan:
         return self.variant.config
 
 
+def segments(key_dim: int, value_dim: int, sequences: int, value_heads: int, chunks: int) -> int:
+    """How many segments each sequence's chunks are walked over in at once, from shapes alone; chunks: of all sequences.
+
+    One where that fills the multiprocessors, or where sequences are short. Else as many as there are multiprocessors
+    for: the walks take one for every 64 columns, so do summaries, of all segments but one each way, and of transitions.
+    """
+    walks, transitions = 2 * value_dim // SLICE, key_dim // SLICE
+    states, length = sequences * value_heads, chunks // max(sequences, 1)
+    most = min(length // FEWEST_CHUNKS, MOST_SEGMENTS)
+    fitting = [
+        count
+        for count in range(3, most + 1)
+        if states * max(walks * count, walks * (count - 1) + transitions * (count - 2)) <= MULTIPROCESSORS
+    ]
+    return max(fitting, default=1)
+
+
 def _variant(arch: str, stage: str, suffix: str, config: object) -> Variant:
     name = f"kda_{stage}_{suffix}_{arch.replace('_', '')}"
     return Variant("kda", arch, name, f"culax.kda.stages.{stage}.kernel:entry", config)
@@ -55,8 +78,9 @@ def plan_for(arch: str, key_dim: int, value_dim: int, offsets: str, grouped: boo
     dims, shares = f"k{key_dim}_v{value_dim}", "_shares" if grouped else ""
     config = BackwardConfig(
         PrepConfig(key_dim, value_dim),
-        ScanConfig(key_dim, value_dim),
-        ReverseScanConfig(key_dim, value_dim),
+        ScansConfig(key_dim, value_dim),
+        ScansConfig(key_dim, value_dim, summary=True),
+        JoinConfig(key_dim, value_dim),
         LocalConfig(key_dim, value_dim, partial=grouped),
         GroupSumConfig(key_dim) if grouped else None,
         beta,
@@ -64,8 +88,9 @@ def plan_for(arch: str, key_dim: int, value_dim: int, offsets: str, grouped: boo
     stages = {
         "chunk_table": _variant(arch, "chunk_table", offsets or "equal", ChunkTableConfig(offsets)),
         "prep": _variant(arch, "prep", dims, config.prep),
-        "scan": _variant(arch, "scan", dims, config.scan),
-        "reverse_scan": _variant(arch, "reverse_scan", dims, config.reverse_scan),
+        "scans": _variant(arch, "scans", dims, config.scans),
+        "summary": _variant(arch, "scans", dims + "_summary", config.summary),
+        "join": _variant(arch, "join", dims, config.join),
         "local": _variant(arch, "local", dims + shares, config.local),
     }
     if grouped:
@@ -117,9 +142,8 @@ def fault_variants(arch: str) -> tuple[Variant, ...]:
     if arch not in ARCHITECTURES:
         return ()
     found = []
-    for stage, config in (("scan", ScanConfig), ("reverse_scan", ReverseScanConfig)):
-        for key_dim in DIMS:
-            found.append(_variant(arch, stage, f"k{key_dim}_v128_poison", config(key_dim, 128, poison=True)))
-            early = config(key_dim, 128, poison=True, fault="weak_release")
-            found.append(_variant(arch, stage, f"k{key_dim}_v128_weak_release_poison", early))
+    for key_dim in DIMS:
+        for fault in ("", "weak_release"):
+            config = ScansConfig(key_dim, 128, fault=fault, poison=True)
+            found.append(_variant(arch, "scans", f"k{key_dim}_v128_{fault}{'_' * bool(fault)}poison", config))
     return tuple(found)

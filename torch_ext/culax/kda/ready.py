@@ -30,7 +30,8 @@ def backward(plan: Plan, arguments: tuple) -> Callable[..., tuple[Tensor, ...] |
     no_state, (no_long_offsets, no_offsets) = launch.no_state(q, v), launch.offsets_pair(None, device)
     wide = cu_seqlens is not None and cu_seqlens.dtype is torch.int64
     sequences = None if cu_seqlens is None else cu_seqlens.shape[0] - 1
-    scratch = (launch.workspace_elements(plan, v, sequences),), (1,), bf16
+    size, segments = launch.sizes(plan, v, sequences)
+    scratch = (size,), (1,), bf16
     outputs = [_contiguous(x) for x in (q, k, v, g, beta, no_state if initial is None else initial)]
 
     def call(arguments: tuple) -> tuple[Tensor, ...] | None:
@@ -47,7 +48,7 @@ def backward(plan: Plan, arguments: tuple) -> Callable[..., tuple[Tensor, ...] |
             offsets = cu_seqlens
         gradients = tuple([new(*output) for output in outputs])
         inputs = (do, dht, q, k, v, g, beta, aqk, akk, initial, long_offsets, offsets)
-        kernel.call(*inputs, new(*scratch), *gradients, scale)
+        kernel.call(*inputs, new(*scratch), *gradients, scale, segments)
         return gradients
 
     return call

@@ -1,4 +1,5 @@
-"""The launch of a whole backward call: chunk table, prep, scan, reverse scan, local, group sum, on one stream.
+"""The launch of a whole backward call: chunk table, prep, scans (with summaries and join before them, where sequences
+have several segments), local, group sum, on one stream.
 
 One host function, so that every tensor crosses from Python once; the stages' kernels are compiled into it as their own
 entries compile them.
@@ -18,10 +19,10 @@ from culax.kda.stages.backward.config import BackwardConfig
 from culax.kda.stages.chunk_table import kernel as chunk_table
 from culax.kda.stages.chunk_table.config import ChunkTableConfig
 from culax.kda.stages.group_sum import kernel as group_sum
+from culax.kda.stages.join import kernel as join
 from culax.kda.stages.local import kernel as local
 from culax.kda.stages.prep import kernel as prep
-from culax.kda.stages.reverse_scan import kernel as reverse_scan
-from culax.kda.stages.scan import kernel as scan
+from culax.kda.stages.scans import kernel as scans
 
 
 @dataclass(frozen=True)
@@ -30,8 +31,9 @@ class Stages:
 
     tables: dict[str, Any]
     prep: Any
-    scan: Any
-    reverse_scan: Any
+    scans: Any
+    summary: Any
+    join: Any
     local: Any
     group_sum: Any
 
@@ -40,21 +42,22 @@ def _stages(config: BackwardConfig) -> Stages:
     return Stages(
         tables={offsets: chunk_table.entry(ChunkTableConfig(offsets))[0] for offsets in ("int64", "int32", "")},
         prep=prep.entry(config.prep)[0],
-        scan=scan.entry(config.scan)[0],
-        reverse_scan=reverse_scan.entry(config.reverse_scan)[0],
+        scans=scans.entry(config.scans)[0],
+        summary=scans.entry(config.summary)[0],
+        join=join.entry(config.join)[0],
         local=local.entry(config.local)[0],
         group_sum=None if config.group_sum is None else group_sum.entry(config.group_sum)[0],
     )
 
 
-def _sizes(q: cute.Tensor, v: cute.Tensor, offsets: int | Int32) -> layouts.Sizes:
+def _sizes(q: cute.Tensor, v: cute.Tensor, offsets: int | Int32, segments: Int32) -> layouts.Sizes:
     """The call's sizes; offsets: the number of entries of cu_seqlens, 0 for sequences of equal length."""
     batch, tokens, value_heads = q.shape[0], q.shape[1], v.shape[2]
     packed = cutlass.min(offsets, 1)
     sequences = packed * (offsets - 1) + (1 - packed) * batch
     each = (tokens + CHUNK - 1) // CHUNK
     chunks = packed * (each + sequences) + (1 - packed) * each * batch
-    return layouts.Sizes(chunks, sequences, chunks + 2 * packed, batch * tokens, value_heads)
+    return layouts.Sizes(chunks, sequences, chunks + 2 * packed, batch * tokens, value_heads, segments)
 
 
 def _share(share: cute.Tensor, like: cute.Tensor) -> cute.Tensor:
@@ -82,18 +85,31 @@ def _rows(dq: cute.Tensor) -> cute.Tensor:
 
 def _no_states(states: cute.Tensor) -> cute.Tensor:
     """States that are not wanted: none of the shape's."""
-    _, heads, key_dim, value_dim = states.shape
+    return _states(states.iterator, Int32(0), states)
+
+
+def _states(start: cute.Pointer, rows: Int32, like: cute.Tensor) -> cute.Tensor:
+    """States of another one's shape, but for their number."""
+    _, heads, key_dim, value_dim = like.shape
     stride = (Int64(heads) * key_dim * value_dim, key_dim * value_dim, value_dim, 1)
-    return cute.make_tensor(states.iterator, cute.make_layout((Int32(0), heads, key_dim, value_dim), stride=stride))
+    return cute.make_tensor(start, cute.make_layout((rows, heads, key_dim, value_dim), stride=stride))
+
+
+def _either(one: Int32, a: cute.Tensor, b: cute.Tensor) -> cute.Tensor:
+    """The states a if `one` is 1, b if it is 0: one launch serves both."""
+    address = one * a.iterator.toint() + (1 - one) * b.iterator.toint()
+    start = cute.make_ptr(cutlass.Float32, address, cute.AddressSpace.gmem, assumed_align=16)
+    return _states(start, one * a.shape[0] + (1 - one) * b.shape[0], a)
 
 
 def entry(config: BackwardConfig) -> tuple:
     """The function to compile and its fake arguments: (do, dht, q, k, v, g, beta, Aqk, Akk, initial, long_offsets,
-    offsets, workspace, dq, dk, dv, dg, dbeta, dh0, scale, stream).
+    offsets, workspace, dq, dk, dv, dg, dbeta, dh0, scale, segments, stream).
 
     cu_seqlens is given as one of long_offsets (int64) and offsets (int32), or neither for sequences of equal length;
     what is not given has no elements, nor have absent states. workspace: bf16, as large as
-    BackwardConfig.workspace_bytes says. Gradients are contiguous; beta and dbeta have config.beta's dtype.
+    BackwardConfig.workspace_bytes says. Gradients are contiguous; beta and dbeta have config.beta's dtype. segments: of
+    every sequence, each walked over by CTAs of its own.
     """
     stages = _stages(config)
 
@@ -119,9 +135,10 @@ def entry(config: BackwardConfig) -> tuple:
         dbeta: cute.Tensor,
         dh0: cute.Tensor,
         scale: cutlass.Float32,
+        segments: Int32,
         stream,
     ) -> None:
-        t = layouts.cut(config, workspace, _sizes(q, v, long_offsets.shape[0] + offsets.shape[0]))
+        t = layouts.cut(config, workspace, _sizes(q, v, long_offsets.shape[0] + offsets.shape[0], segments))
         if long_offsets.shape[0] > 0:
             stages.tables["int64"](long_offsets, t.tokens_of, t.bounds, t.table, q.shape[1], stream)
         elif offsets.shape[0] > 0:
@@ -129,8 +146,15 @@ def entry(config: BackwardConfig) -> tuple:
         else:
             stages.tables[""](t.bounds, t.table, q.shape[1], stream)
         stages.prep(q, k, v, g, beta, akk, t.table, t.minus_w, t.u, t.qg, t.kg, t.decay, scale, stream)
-        stages.scan(t.minus_w, t.u, t.kg, t.decay, t.bounds, initial, t.h, t.v_new, _no_states(initial), stream)
-        stages.reverse_scan(t.qg, t.minus_w, t.kg, t.decay, do, aqk, t.table, t.bounds, dht, t.dh, t.dvn, dh0, stream)
+        read = (t.qg, t.minus_w, t.u, t.kg, t.decay, do, aqk, t.table, t.bounds)
+        if segments > 1:
+            summaries = (t.starts, t.ends, t.transitions, t.transposed)
+            stages.summary((*read, initial, dht), *summaries, segments, stream)
+            stages.join(initial, dht, t.transitions, t.transposed, t.starts, t.ends, segments, stream)
+        one = Int32(1) // segments
+        states = (_either(one, initial, t.starts), _either(one, dht, t.ends))
+        final = _no_states(initial)
+        stages.scans((*read, *states), t.h, t.v_new, final, t.dh, t.dvn, dh0, segments, stream)
         dqk = (dq, dk)
         if cutlass.const_expr(config.group_sum is not None):
             dqk = tuple(_share(share, g) for share in t.shares)
@@ -166,5 +190,6 @@ def entry(config: BackwardConfig) -> tuple:
         fakes.column(beta),
         states[2],
         fp32(1.0),
+        Int32(1),
         fakes.stream(),
     )

@@ -11,18 +11,19 @@ from culax.kda.stages.backward.config import ALIGNMENT, BackwardConfig, vector_b
 
 @dataclass(frozen=True)
 class Sizes:
-    """Sizes of a call: chunks, sequences, table rows, rows (batch times tokens), value heads."""
+    """Sizes of a call: chunks, sequences, table rows, rows (batch times tokens), value heads, segments a sequence."""
 
     chunks: Int32
     sequences: Int32
     table: Int32
     rows: Int32
     value_heads: Int32
+    segments: Int32
 
 
 @dataclass(frozen=True)
 class Workspace:
-    """What the stages hand on; shares are vectors, none without a group sum."""
+    """What the stages hand on; shares are vectors, none without a group sum. The last four are for several segments."""
 
     minus_w: cute.Tensor
     u: cute.Tensor
@@ -37,6 +38,10 @@ class Workspace:
     table: cute.Tensor
     tokens_of: cute.Tensor
     bounds: cute.Tensor
+    starts: cute.Tensor
+    ends: cute.Tensor
+    transitions: cute.Tensor
+    transposed: cute.Tensor
 
 
 class _Cutter:
@@ -74,4 +79,15 @@ def cut(config: BackwardConfig, buffer: cute.Tensor, sizes: Sizes) -> Workspace:
     table = cutter.take(cutlass.Int32, rows, Int64(sizes.table) * ALIGNMENT)
     vector = cute.make_layout((sizes.sequences + 1,))
     first, second = (cutter.take(cutlass.Int32, vector, Int64(vector_bytes(sizes.sequences))) for _ in range(2))
-    return Workspace(**tapes, decay=decay, shares=shares, table=table, tokens_of=first, bounds=second)
+
+    def matrices(columns: int) -> cute.Tensor:
+        size = key_dim * columns
+        stride = (Int64(heads) * size, size, columns, 1)
+        layout = cute.make_layout((sizes.sequences * sizes.segments, heads, key_dim, columns), stride=stride)
+        return cutter.take(cutlass.Float32, layout, Int64(sizes.sequences) * sizes.segments * heads * (4 * size))
+
+    value_dim = config.prep.value_dim
+    widths = {"starts": value_dim, "ends": value_dim, "transitions": key_dim, "transposed": key_dim}
+    for_segments = {name: matrices(columns) for name, columns in widths.items()}
+    parts = {"decay": decay, "shares": shares, "table": table, "tokens_of": first, "bounds": second}
+    return Workspace(**tapes, **parts, **for_segments)

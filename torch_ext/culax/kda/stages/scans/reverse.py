@@ -1,4 +1,4 @@
-"""The two roles of the reverse scan kernel: a warp that loads chunks into the ring, a warpgroup that walks over them.
+"""The walk from the last chunk on (B1, B2): a warp that loads chunks into the ring, a warpgroup that multiplies.
 
 Equation numbers are those of kda/README.md.
 """
@@ -12,14 +12,14 @@ from cutlass.cute.nvgpu import cpasync, warpgroup
 from culax.device import bulk, chunks, images, results, rings, states
 from culax.device.sizes import CHUNK
 from culax.device.walks import SLICE, WARPGROUP
-from culax.kda.stages.reverse_scan.layouts import Smem
+from culax.kda.stages.scans import layouts, roles
 
 
 @dataclass(frozen=True)
 class Gmem:
     """Tapes [NT, HV, ...] of prep (images but for the decay), TMA atoms with their coordinates of do [T, V, HV, B] and
-    Aqk [T, 64, HV, B], the chunk table and bounds, dht and dh0 [N, HV, K, V] fp32 (empty if absent), and the tapes dh
-    and dvn."""
+    Aqk [T, 64, HV, B], the chunk table and bounds, and the gradients that walks start from in fp32 (empty if absent):
+    [N * segments, HV, K, V], or [N, HV, K, V] in summaries."""
 
     qg: cute.Tensor
     minus_w: cute.Tensor
@@ -32,9 +32,17 @@ class Gmem:
     table: cute.Tensor
     bounds: cute.Tensor
     dht: cute.Tensor
-    dh: cute.Tensor
-    dvn: cute.Tensor
-    dh0: cute.Tensor
+
+
+@cute.jit
+def run(config: cutlass.Constexpr, gmem: Gmem, out: roles.Walked | roles.Summary, place: states.Place) -> None:
+    """One CTA's walk over a segment."""
+    smem = layouts.allocate_reverse(config)
+    rings.init_ring(smem.ring)
+    if cute.arch.make_warp_uniform(cute.arch.warp_idx()) < WARPGROUP // 32:
+        walk(config, gmem, smem, out, place)
+    else:
+        load(config, gmem, smem, place)
 
 
 def _tile(atom: cute.CopyAtom, source: cute.Tensor, where: tuple, target: cute.Tensor) -> tuple:
@@ -48,10 +56,10 @@ def _tile(atom: cute.CopyAtom, source: cute.Tensor, where: tuple, target: cute.T
 
 
 @cute.jit
-def load(config: cutlass.Constexpr, gmem: Gmem, smem: Smem, place: states.Place) -> None:
+def load(config: cutlass.Constexpr, gmem: Gmem, smem: layouts.Reverse, place: states.Place) -> None:
     """Producer warp: from the last chunk on, qg, -W, kg, decay, Aqk and columns of do into the next stage of the
     ring."""
-    first, past = gmem.bounds[place.sequence], gmem.bounds[place.sequence + 1]
+    first, past = states.span(gmem.bounds, place)
     state = rings.loading(config.stages)
     head = place.value_head
     if past > first:
@@ -81,24 +89,21 @@ def load(config: cutlass.Constexpr, gmem: Gmem, smem: Smem, place: states.Place)
 
 
 @cute.jit
-def _clear_rows(tile: cute.Tensor, rows: cutlass.Int32) -> None:
-    """Warpgroup: zeros in the rows of an image [64, 64] from `rows` on; they belong to somebody else, who may have left
-    NaN there."""
-    vector = cute.make_rmem_tensor((1, 8), cutlass.BFloat16)
-    vector.fill(0.0)
-    thread = cute.arch.thread_idx()[0]
-    for step in cutlass.range_constexpr(CHUNK * 8 // WARPGROUP):
-        row = step * (WARPGROUP // 8) + thread // 8
-        if row >= rows:
-            cute.autovec_copy(vector, cute.local_tile(tile, (1, 8), (row, thread % 8)))
-
-
-@cute.jit
-def reverse_scan(config: cutlass.Constexpr, gmem: Gmem, smem: Smem, place: states.Place) -> None:
-    """Consumer warpgroup, B2 over the chunks of one sequence, last first, with B1's dv_loc, all transposed: dvn^T =
+def walk(
+    config: cutlass.Constexpr,
+    gmem: Gmem,
+    smem: layouts.Reverse,
+    out: roles.Walked | roles.Summary,
+    place: states.Place,
+) -> None:
+    """Consumer warpgroup, B2 over the chunks of one segment, last first, with B1's dv_loc, all transposed: dvn^T =
     do^T Aqk + dS^T kg^T; dS^T <- 2^G_last dS^T + do^T qg - dvn^T W; dh is dS after each chunk, what is left is dh0."""
-    first, past = gmem.bounds[place.sequence], gmem.bounds[place.sequence + 1]
-    state = states.load_state(gmem.dht, place)
+    first, past = states.span(gmem.bounds, place)
+    state = states.zeros(config.key_dim)
+    if cutlass.const_expr(not config.summary):
+        states.load_state(state, gmem.dht, place.row, place)
+    elif place.segment == place.segments - 1:
+        states.load_state(state, gmem.dht, place.sequence, place)
     from_do = states.product(CHUNK, states.IMAGE, states.ALONG_MN)
     over_keys = states.product(CHUNK, states.REGISTERS, states.ALONG_K)
     into_state = states.product(config.key_dim, states.IMAGE, states.ALONG_MN)
@@ -112,36 +117,45 @@ def reverse_scan(config: cutlass.Constexpr, gmem: Gmem, smem: Smem, place: state
     at = rings.reading(config.stages)
     for done in cutlass.range(past - first, unroll=1):
         index = past - 1 - done
-        stage, buffer = at.index, done % config.results
+        stage = at.index
         smem.ring.ready(at)
         if done == 0:
             rows = chunks.read_chunk(gmem.table, index).rows
             if rows < CHUNK:
-                _clear_rows(smem.do[None, None, stage], rows)
-                _clear_rows(smem.aqk[None, None, stage], rows)
-                bulk.publish()
-                results.meet()
+                # They belong to somebody else, who may have left NaN there.
+                roles.clear_rows(smem.do[None, None, stage], rows)
+                roles.clear_rows(smem.aqk[None, None, stage], rows)
+                roles.cleared()
         here = (None, None, None, stage)
         # Nothing is in flight; without this wait the assembler does not see it, and adds one where dS is decayed.
         warpgroup.wait_group(0)
         states.issue(from_do, dvn, do[here], aqk[here], add=False)
         operand = states.rounded(state)
-        results.write(operand, smem.results.states, buffer)
+        if cutlass.const_expr(not config.summary):
+            buffer = done % config.results
+            results.write(operand, smem.results.states, buffer)
         states.issue(over_keys, dvn, operand, kg[here])
         states.scale_columns(state, smem.decay[None, stage])
         states.issue(into_state, state, do[here], qg[here])
-        results.send(smem.results.states, buffer, gmem.dh, index, place)
+        if cutlass.const_expr(not config.summary):
+            results.send(smem.results.states, buffer, out.states, index, place)
         warpgroup.wait_group(1)
         operand = states.rounded(dvn)
-        results.write(operand, smem.results.rows, buffer)
+        if cutlass.const_expr(not config.summary):
+            results.write(operand, smem.results.rows, buffer)
         states.issue(over_tokens, state, operand, minus_w[here])
         if cutlass.const_expr(config.fault == "weak_release"):
             smem.ring.release(at)
-        results.send(smem.results.rows, buffer, gmem.dvn, index, place)
+        if cutlass.const_expr(not config.summary):
+            results.send(smem.results.rows, buffer, out.rows, index, place)
         # All products with this stage have completed, and the decay is in registers: it may be refilled.
         warpgroup.wait_group(0)
         if cutlass.const_expr(config.fault != "weak_release"):
             smem.ring.release(at)
         at.advance()
-    states.store_state(state, gmem.dh0, place)
-    results.sent()
+    if cutlass.const_expr(config.summary):
+        states.store_state(state, out.last, place.row - 1, place)
+    else:
+        if place.segment == 0:
+            states.store_state(state, out.last, place.sequence, place)
+        results.sent()
