@@ -27,7 +27,7 @@ def fields(results: Iterable[Result]) -> Figures:
     `*_vs_*` are time ratios, larger is better for culax. A peer that was not there gives null.
     """
     times: dict[tuple[str, str], Result] = {(r.case, r.implementation): r for r in results}
-    return {**_wgrad(times), **_mxfp8(times), **_kda(times)}
+    return {**_wgrad(times), **_scaled(times, "mxfp8"), **_scaled(times, "nvfp4"), **_kda(times)}
 
 
 def _wgrad(results: dict[tuple[str, str], Result]) -> Figures:
@@ -44,16 +44,16 @@ def _wgrad(results: dict[tuple[str, str], Result]) -> Figures:
     }
 
 
-def _mxfp8(results: dict[tuple[str, str], Result]) -> Figures:
-    names = [f"wgrad_mxfp8_e{e}_m{m}_n{n}_k{k}" for e, m, n, k in WGRAD_SHAPES]
+def _scaled(results: dict[tuple[str, str], Result], form: str) -> Figures:
+    names = [f"wgrad_{form}_e{e}_m{m}_n{n}_k{k}" for e, m, n, k in WGRAD_SHAPES]
     ours = [_graph_ms(results, name, ("culax",)) for name in names]
     if any(ms is None for ms in ours):
         return {}
     ratios = _ratios(ours, [_graph_ms(results, name, ("culax_bf16",)) for name in names])
     flops = (2.0 * m * n * sum(token_counts(e, k, TOKENS)) for e, m, n, k in WGRAD_SHAPES)
     return {
-        "wgrad_mxfp8_min_vs_bf16": min(ratios) if ratios else None,
-        "wgrad_mxfp8_max_tflops": max(f / ms / 1e9 for f, ms in zip(flops, ours) if ms is not None),
+        f"wgrad_{form}_min_vs_bf16": min(ratios) if ratios else None,
+        f"wgrad_{form}_max_tflops": max(f / ms / 1e9 for f, ms in zip(flops, ours) if ms is not None),
     }
 
 

@@ -90,11 +90,8 @@ class ScaledWgradCase:
         return {"dw": torch.stack(products)}
 
     def implementations(self) -> Mapping[str, Prepare | Peer]:
-        """Ours, our bf16 kernel on what the operands mean, and (MXFP8) torch's dequantisation before its product."""
-        found: dict[str, Prepare | Peer] = {"culax": self._ours, "culax_bf16": self._bf16}
-        if self.form == "mxfp8":
-            found["torch_dequantize"] = self._torch
-        return found
+        """Ours, our bf16 kernel on what the operands mean, and torch's dequantisation before its product."""
+        return {"culax": self._ours, "culax_bf16": self._bf16, "torch_dequantize": self._torch}
 
     def gate(self, outputs: Outputs, truth: Outputs) -> Gate:
         """Per expert."""
@@ -110,11 +107,18 @@ class ScaledWgradCase:
         return lambda: {"dw": torch.ops.culax.grouped_wgrad(a, b, offs)}
 
     def _torch(self, inputs: Inputs) -> Call:
-        """Scales come as a plain matrix here: undoing their layout is not counted."""
+        """Scales come as a plain matrix here: undoing their layout is not counted, nor NVFP4's global scales of 1.
+
+        Torch converts no fp4: two codes at a time are looked up in a table of 256 pairs.
+        """
+        fp4 = self.form == "nvfp4"
+        codes = torch.arange(256, device=self.device)
+        levels = torch.tensor([*E2M1, *(-level for level in E2M1)], device=self.device, dtype=torch.bfloat16)
+        pairs = levels[torch.stack([codes & 15, codes >> 4], dim=1)]
 
         def dequantized(codes: Tensor, factors: Tensor) -> Tensor:
-            blocks = codes.to(torch.bfloat16).view(codes.shape[0], -1, self.block)
-            return (blocks * factors[:, :, None]).view(codes.shape)
+            elements = pairs[codes.view(torch.uint8).int()] if fp4 else codes.to(torch.bfloat16)
+            return (elements.view(codes.shape[0], -1, self.block) * factors[:, :, None]).flatten(1)
 
         def call() -> Outputs:
             a = dequantized(inputs["mat_a"], inputs["factors_a"])

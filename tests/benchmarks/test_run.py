@@ -118,12 +118,14 @@ def test_summary_of_wgrad():
     assert summary.fields([*ours, *peers, *either])["wgrad_bf16_geomean_vs_quack"] == pytest.approx(0.5)
 
 
-def test_summary_of_block_scaled_wgrad():
-    ours = wgrad_results("culax", [1.0] * 7, "mxfp8")
-    fields = summary.fields([*ours, *wgrad_results("culax_bf16", [0.5] + [2.0] * 6, "mxfp8")])
-    assert fields["wgrad_mxfp8_min_vs_bf16"] == pytest.approx(0.5)
-    flops = max(case.cost().flops for case in registry.select(["wgrad_mxfp8*"], "cuda"))
-    assert fields["wgrad_mxfp8_max_tflops"] == pytest.approx(flops / 1e9)
+@pytest.mark.parametrize("form", ["mxfp8", "nvfp4"])
+def test_summary_of_block_scaled_wgrad(form):
+    ours = wgrad_results("culax", [1.0] * 7, form)
+    fields = summary.fields([*ours, *wgrad_results("culax_bf16", [0.5] + [2.0] * 6, form)])
+    assert fields[f"wgrad_{form}_min_vs_bf16"] == pytest.approx(0.5)
+    flops = max(case.cost().flops for case in registry.select([f"wgrad_{form}*"], "cuda"))
+    assert fields[f"wgrad_{form}_max_tflops"] == pytest.approx(flops / 1e9)
+    assert len(fields) == 2
 
 
 def test_summary_leaves_out_what_was_not_measured():
