@@ -61,8 +61,13 @@ class Result:
 
 def runs() -> list[Run]:
     """Every run, those that may take longest first."""
-    stages = {"scan": ONE_HEAD, "reverse_scan": ONE_HEAD, "prep": ONE_HEAD, "local": ONE_CTA}
-    found = [Run("racecheck", stage, KDA, f"test_{stage} and {case}") for stage, case in stages.items()]
+    stages = {
+        "scans": f"test_scans and ({ONE_HEAD}-1 or {ONE_HEAD}-2)",
+        "summaries_join": f"(test_summaries and {ONE_HEAD}-3) or (test_join and 128-128-True)",
+        "prep": f"test_prep and {ONE_HEAD}",
+        "local": f"test_local and {ONE_CTA}",
+    }
+    found = [Run("racecheck", name, KDA, tests) for name, tests in stages.items()]
     small = "test_group_sum or (test_chunk_table and packed_grouped_k64)"
     found.append(Run("racecheck", "chunk_table_group_sum", KDA, small))
     for tool in ("racecheck", "memcheck", "initcheck"):
