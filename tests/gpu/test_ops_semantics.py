@@ -163,6 +163,22 @@ def test_one_graph_for_all_sizes() -> None:
             assert ops_cases.relative(gradient, wanted) < 1e-2
 
 
+@pytest.mark.parametrize("form", ["columns", "padded"])
+def test_products_that_torch_does_not_take_as_they_are(form: str) -> None:
+    """x column-major, where torch asserts that groups are multiples of 8 rows; N = 12, whose rows torch pads."""
+    x = cases.normal(1, 64, 32, dtype=torch.bfloat16, device="cuda")
+    x = x if form == "padded" else x.t().contiguous().t()
+    weight = cases.normal(2, 3, 12, 32, dtype=torch.bfloat16, device="cuda").transpose(1, 2)
+    offs, ends = torch.tensor([3, 3, 50], dtype=torch.int32, device="cuda"), (0, 3, 3, 50)
+    parts = [x[a:b].double() @ w.double() for a, b, w in zip(ends, ends[1:], weight)]
+    wanted = torch.cat([*parts, parts[0].new_zeros(14, 12)])
+    found = OPS.grouped_mm(x, weight, offs)
+    assert found.stride() == (12, 1) and not found[50:].any()
+    assert ops_cases.relative(found.double(), wanted) < 5e-3
+    compiled = torch.compile(lambda *inputs: OPS.grouped_mm(*inputs) * 2, fullgraph=True)
+    assert torch.equal(compiled(x, weight, offs), found * 2)
+
+
 class Block(torch.nn.Module):
     def forward(self, *inputs: Tensor) -> Tensor:
         return OPS.kda_fwd(*inputs, None, 0.5, False)[0]

@@ -100,6 +100,38 @@ def test_torch_product_of_one_row(stride: int, hopper: None) -> None:
     assert dispatch.choose(problem_on_cuda(problem), CUDA).backend == ("torch" if stride == 64 else "reference")
 
 
+def test_torch_product_takes_rows_not_columns(hopper: None) -> None:
+    """With x column-major torch's kernel asserts, on the device, that groups are multiples of 8 rows."""
+    x, weight, offs = cases.normal(1, 64, 32).bfloat16(), cases.normal(2, 2, 64, 16).bfloat16(), torch.ones(2).int()
+    for rows, w, backend in (
+        (x.t(), weight, "reference"),
+        (x.t().contiguous(), weight, "torch"),
+        (x.t().contiguous(), weight.transpose(1, 2).contiguous().transpose(1, 2), "torch"),
+    ):
+        problem = grouped_checks.build_mm("grouped_mm", (rows, w, offs))
+        assert dispatch.choose(problem_on_cuda(problem), CUDA).backend == backend
+
+
+@pytest.mark.parametrize("tokens", [1, 70])
+def test_torch_product_is_contiguous(tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch pads the rows of its output to 16 bytes, where the fake promises contiguous ones."""
+    x, weight = cases.normal(1, tokens, 16).bfloat16(), cases.normal(2, 2, 12, 16).bfloat16().transpose(1, 2)
+    offs = torch.tensor([1, tokens - tokens // 8], dtype=torch.int32)
+    expected = OPS.grouped_mm(x, weight, offs)
+    product = torch.nn.functional.grouped_mm
+
+    def padded(x: torch.Tensor, weight: torch.Tensor, offs: torch.Tensor) -> torch.Tensor:
+        rows = x.new_full((x.shape[0], 16), float("nan"))[:, :12]
+        return rows.copy_(product(x, weight, offs=offs))
+
+    monkeypatch.setattr(torch.nn.functional, "grouped_mm", padded)
+    monkeypatch.setattr(dispatch, "choose", lambda *_: dispatch.Choice("torch", ""))
+    monkeypatch.setattr(dispatch, "_prepared", {})
+    found = OPS.grouped_mm(x, weight, offs)
+    assert found.stride() == expected.stride() == (12, 1)
+    torch.testing.assert_close(found, expected)
+
+
 def test_missing_kernels_fall_back(hopper: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(load, "availability", lambda variant: load.Availability(None, "neither built nor compilable"))
     choice = dispatch.choose(wgrad_problem(), CUDA)

@@ -31,11 +31,14 @@ def grouped_mm(x: Tensor, weight: Tensor, offs: Tensor) -> Tensor:
 
 
 def _torch_grouped_mm(x: Tensor, weight: Tensor, offs: Tensor) -> Tensor:
-    """torch's product without its faults: it trusts the offsets, and leaves the rows past the last one unwritten."""
+    """torch's product without its faults: it trusts the offsets, leaves the rows past the last one unwritten, and pads
+    rows that are no multiple of 16 bytes."""
     end = offs.clamp(0, x.shape[0]).to(torch.int32).cummax(0).values
     product = torch.nn.functional.grouped_mm(x, weight, offs=end)
     tail = torch.arange(x.shape[0], device=x.device) >= end[-1:]
-    return product.masked_fill_(tail[:, None], 0)
+    product = product.masked_fill_(tail[:, None], 0)
+    dense = product.stride() == (product.shape[1], 1)
+    return product if dense else product.clone(memory_format=torch.contiguous_format)
 
 
 def grouped_wgrad(

@@ -69,4 +69,8 @@ class GroupedMmProblem:
         for name, strides, sizes in sides:
             if not _aligned(strides, sizes) or (name == "weight" and self.weight_strides[0] % 8):
                 return f"`{name}` has strides {strides}: torch's kernel needs 16-byte ones, one dimension dense"
+        if self.x_strides[1] != 1:
+            return (
+                f"`x` has strides {self.x_strides}: torch's kernel asserts on groups off 8 rows unless rows are dense"
+            )
         return ""
