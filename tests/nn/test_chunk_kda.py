@@ -215,6 +215,13 @@ def test_a_call_with_every_name_of_the_peer_goes_through() -> None:
             "`lower_bound`: expected a negative number, got 0.5",
         ),
         ({"use_gate_in_kernel": True, "lower_bound": float("nan")}, ValueError, "`lower_bound`.*got nan"),
+        ({"use_gate_in_kernel": True, "lower_bound": float("-inf")}, ValueError, "`lower_bound`.*got -inf"),
+        (
+            {"use_gate_in_kernel": True, "lower_bound": torch.tensor(-5.0)},
+            ValueError,
+            "`lower_bound`: expected a number",
+        ),
+        ({"scale": torch.tensor(0.5)}, ValueError, r"`scale`: expected a number, got a tensor of shape \(\)"),
         (
             {"use_gate_in_kernel": True, "lower_bound": -6.0, "safe_gate": True},
             ValueError,
@@ -225,6 +232,11 @@ def test_a_call_with_every_name_of_the_peer_goes_through() -> None:
             {"use_gate_in_kernel": True, "A_log": torch.zeros(2), "dt_bias": torch.zeros(4)},
             ValueError,
             r"`dt_bias`: expected HV\*K = 2\*4 elements, got shape \(4,\)",
+        ),
+        (
+            {"use_gate_in_kernel": True, "A_log": torch.zeros(2), "dt_bias": torch.zeros(4, 2)},
+            ValueError,
+            r"`dt_bias`: expected HV\*K = 2\*4 elements, got shape \(4, 2\)",
         ),
         (
             {"use_gate_in_kernel": True, "A_log": torch.zeros(2, dtype=torch.int32)},

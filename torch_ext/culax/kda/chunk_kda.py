@@ -1,5 +1,7 @@
 """`culax.chunk_kda`: Kimi Delta Attention with the names and meaning of `fla.ops.kda.chunk_kda`."""
 
+import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -31,6 +33,17 @@ def _check_others(others: dict[str, Any]) -> None:
         raise checks.bad(_NAME, "chunk_size", "32 or 64", others["chunk_size"])
 
 
+def _without_ones(sizes: Sequence[int]) -> list[int]:
+    return [size for size in sizes if size != 1]
+
+
+def _check_numbers(**numbers: float | None) -> None:
+    """A tensor in a number's place would be read on the host, and its gradient lost."""
+    for name, number in numbers.items():
+        if isinstance(number, Tensor):
+            raise checks.bad(_NAME, name, "a number", f"a tensor of shape {tuple(number.shape)}")
+
+
 def _check_gate(
     g: Tensor, A_log: Tensor | None, dt_bias: Tensor | None, safe_gate: bool, lower_bound: float | None
 ) -> None:
@@ -41,18 +54,20 @@ def _check_gate(
             raise checks.bad(_NAME, "lower_bound", "a number with safe_gate=True", None)
         if A_log is None:
             raise checks.bad(_NAME, "A_log", "a tensor [HV] for the softplus gate", None)
-    elif not lower_bound < 0:
+    elif not -math.inf < lower_bound < 0:
         raise checks.bad(_NAME, "lower_bound", "a negative number", lower_bound)
     elif safe_gate and lower_bound < -5:
         raise checks.bad(_NAME, "lower_bound", "-5 <= lower_bound < 0 with safe_gate=True", lower_bound)
-    for name, value, size, shape in (
-        ("A_log", A_log, value_heads, f"HV = {value_heads}"),
-        ("dt_bias", dt_bias, value_heads * key_dim, f"HV*K = {value_heads}*{key_dim}"),
+    for name, value, sizes, names in (
+        ("A_log", A_log, (value_heads,), f"HV = {value_heads}"),
+        ("dt_bias", dt_bias, (value_heads, key_dim), f"HV*K = {value_heads}*{key_dim}"),
     ):
         if value is None:
             continue
-        if value.numel() != size:
-            raise checks.bad(_NAME, name, f"{shape} elements", f"shape {tuple(value.shape)}")
+        # As a vector or with a dimension a size, in their order; dimensions of size 1 anywhere.
+        given = _without_ones(value.shape)
+        if given != _without_ones(sizes) and given != _without_ones((math.prod(sizes),)):
+            raise checks.bad(_NAME, name, f"{names} elements", f"shape {tuple(value.shape)}")
         if not value.is_floating_point():
             raise checks.bad(_NAME, name, "a floating dtype", value.dtype)
         checks.expect_device(_NAME, name, value, g.device, "g")
@@ -115,7 +130,7 @@ def chunk_kda(
         state_v_first: states are [N, HV, V, K] on input and output.
         cu_seqlens: [N+1] int32 or int64, start offsets of N sequences packed in one row (B = 1) and their end.
         A_log: [HV], log of the gate's rate; optional with lower_bound (exp(A_log) is then 1).
-        dt_bias: [HV*K], added to g; optional.
+        dt_bias: [HV*K] or [HV, K], added to g; optional. Both may have dimensions of size 1 besides.
         **others: cu_seqlens_cpu, disable_recompute, chunk_size, use_graph and max_num_seqs are taken and change
             nothing.
 
@@ -133,6 +148,7 @@ def chunk_kda(
     gate are those of Kimi Linear (arXiv:2510.26692); argument names are those of flash-linear-attention.
     """
     _check_others(others)
+    _check_numbers(scale=scale, lower_bound=lower_bound)
     checks.expect_rank(_NAME, "q", q, "B, T, H, K")
     checks.expect_positive(_NAME, "q", q, 3, "K")
     if allow_neg_eigval and not use_beta_sigmoid_in_kernel:
