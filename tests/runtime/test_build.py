@@ -60,6 +60,12 @@ def test_an_edit_rebuilds_and_until_then_the_old_library_is_not_used(sample, tmp
     assert isinstance(manifest.find(folder, first), Path)
 
 
+@pytest.mark.parametrize("text", ["", "null", "[]", '{"schema": 1}', '{"schema": 1, "variants": [1]}'])
+def test_a_manifest_of_another_form_is_none(tmp_path: Path, text: str) -> None:
+    (tmp_path / "manifest.json").write_text(text)
+    assert manifest.read(tmp_path) == {}
+
+
 @pytest.mark.parametrize("damage", ["truncate", "remove", "manifest"])
 def test_only_what_is_damaged_is_built_again(built: Built, damage: str, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = built.folder / ARCH

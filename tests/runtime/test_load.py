@@ -125,6 +125,27 @@ def test_without_a_c_compiler_nothing_is_promised_to_compile(built: Built, tmp_p
     assert loader.availability(built.variants[0]).how == "built"
 
 
+def test_without_a_place_for_it_nothing_is_promised_to_compile(built: Built, tmp_path: Path) -> None:
+    """Neither without a home directory, nor where the cache cannot be written: a file is in the way."""
+    (tmp_path / "file").touch()
+    other = dataclasses.replace(built.variants[0], name="sample_scale_other")
+    for cache, reason in ((None, "no home directory: set CULAX_CACHE"), (tmp_path / "file" / "x", "cannot be written")):
+        loader = load.Loader(built.folder, cache)
+        assert loader.availability(other).how is None and reason in loader.availability(other).reason
+        assert loader.availability(built.variants[0]).how == "built"
+
+
+def test_the_cache_is_found_without_a_home_directory(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("CULAX_CACHE", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HOME", "/somebody")
+    assert load._cache_directory() == Path("/somebody/.cache/culax")
+    monkeypatch.setattr(os.path, "expanduser", lambda path: path)  # what it returns for a user without a home
+    assert load._cache_directory() is None
+    monkeypatch.setenv("CULAX_CACHE", "/somewhere")
+    assert load._cache_directory() == Path("/somewhere")
+
+
 def test_missing_runtime_library_is_named_with_the_pip_line(built: Built, tmp_path: Path, monkeypatch) -> None:
     monkeypatch.delenv(library.RUNTIME_VARIABLE, raising=False)
     monkeypatch.setattr(library.importlib.util, "find_spec", lambda name: None)

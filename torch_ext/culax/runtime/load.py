@@ -81,9 +81,9 @@ class Kernel:
 
 
 class Loader:
-    """Finds kernels in `aot` (one folder an architecture), then in `cache`, where it also compiles to."""
+    """Finds kernels in `aot` (one folder an architecture), then in `cache` (or None), where it also compiles to."""
 
-    def __init__(self, aot: Path, cache: Path) -> None:
+    def __init__(self, aot: Path, cache: Path | None) -> None:
         self._aot = aot
         self._cache = cache
         self._kernels: dict[Variant, Kernel] = {}
@@ -136,6 +136,7 @@ class Loader:
         if sources.dsl_version() is not None:
             try:
                 library.c_compiler()
+                self._expect_cache(variant)
             except NotImplementedError as missing:
                 return Availability(None, f"kernel {variant.name} for {variant.arch}: {built}; {missing}")
             return Availability("jit", f"{built}; compiled on first use")
@@ -153,11 +154,23 @@ class Loader:
         assert isinstance(file, Path), file
         return Kernel(variant, library.load_function(file, variant.name), found.how)
 
+    def _cached(self, variant: Variant) -> Path:
+        """The folder of `variant` in the cache."""
+        dsl = sources.dsl_version()
+        assert dsl is not None and self._cache is not None
+        return self._cache / variant.arch / sources.source_hash(variant, dsl)[:32]
+
+    def _expect_cache(self, variant: Variant) -> None:
+        """Refuse to compile `variant` where it would have no place."""
+        if self._cache is None:
+            raise NotImplementedError("compiling it needs a folder and there is no home directory: set CULAX_CACHE")
+        folder = self._cached(variant)
+        if not isinstance(manifest.find(folder, variant), Path) and not _may_write(folder):
+            raise NotImplementedError(f"compiling it needs a folder and {folder} cannot be written: set CULAX_CACHE")
+
     def _compiled(self, variant: Variant) -> Path:
         """Library of `variant` in the cache, compiled if it isn't there or is damaged."""
-        dsl = sources.dsl_version()
-        assert dsl is not None
-        directory = self._cache / variant.arch / sources.source_hash(variant, dsl)[:32]
+        directory = self._cached(variant)
         found = manifest.find(directory, variant)
         if isinstance(found, Path):
             return found
@@ -170,11 +183,20 @@ class Loader:
         return found
 
 
-def _cache_directory() -> Path:
+def _may_write(folder: Path) -> bool:
+    """Whether a folder, or the first one above it that exists, can be written."""
+    while not os.path.exists(folder) and folder != folder.parent:
+        folder = folder.parent
+    return folder.is_dir() and os.access(folder, os.W_OK | os.X_OK)
+
+
+def _cache_directory() -> Path | None:
+    """Where kernels compiled at first use are kept; None for a user without a home directory."""
     chosen = os.environ.get("CULAX_CACHE")
     if chosen:
         return Path(chosen)
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "culax"
+    cache = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    return None if cache.startswith("~") else Path(cache) / "culax"
 
 
 _loader = Loader(build.AOT, _cache_directory())

@@ -62,7 +62,7 @@ def read(directory: Path) -> dict[str, Entry]:
             name: Entry(**{**fields, "launch_smem": tuple(fields["launch_smem"])})
             for name, fields in content["variants"].items()
         }
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return {}
 
 
