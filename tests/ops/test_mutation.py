@@ -70,6 +70,19 @@ def test_overlapping_outputs_raise(form: str) -> None:
     assert not buffer.any()
 
 
+@pytest.mark.parametrize("pitch", [0, 2, 5, 100])
+def test_overlapping_rows_of_any_pitch_raise(pitch: int) -> None:
+    """The stride of a dimension of size 1 says nothing."""
+    mat_a, mat_b, offs = cases.wgrad((3, 4), m=1)
+    buffer = torch.zeros(16)
+    outs = [buffer.as_strided((1, 5), (pitch, 1), start) for start in (0, 3)]
+    with pytest.raises(ValueError, match=r"argument `outs\[1\]`: expected memory apart"):
+        OPS.grouped_wgrad_out_list(outs, mat_a, mat_b, offs)
+    apart = [buffer.as_strided((1, 5), (pitch, 1), start) for start in (0, 5)]
+    OPS.grouped_wgrad_out_list(apart, mat_a, mat_b, offs)
+    torch.testing.assert_close(torch.stack(apart).double(), expected(mat_a, mat_b, offs), rtol=1e-5, atol=1e-5)
+
+
 @pytest.mark.parametrize("accumulate", [False, True], ids=["overwrite", "accumulate"])
 @pytest.mark.parametrize("operand", ["mat_a", "mat_b", "both"])
 def test_operand_is_output(operand: str, accumulate: bool) -> None:

@@ -32,7 +32,7 @@ def symbolic(tensor: Tensor) -> bool:
 
 def dtype_names(dtypes: Iterable[torch.dtype]) -> str:
     """``bfloat16 or float32``, for messages."""
-    return " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
+    return " or ".join(str(dtype).removeprefix("torch.") for dtype in dict.fromkeys(dtypes))
 
 
 def expect_rank(op: str, argument: str, tensor: Tensor, names: str) -> None:
@@ -109,6 +109,8 @@ def overlaps_itself(tensor: Tensor) -> bool:
 def _interleaved(low: Tensor, high: Tensor, gap: int) -> bool:
     """Whether two matrices of one row pitch, ``gap`` bytes apart, keep to different columns of it."""
     if low.dim() != 2 or low.stride() != high.stride() or low.dtype != high.dtype or low.stride(1) != 1:
+        return False
+    if not low.stride(0):  # of one row, which may have any stride
         return False
     column = gap // low.element_size() % low.stride(0)
     return column >= low.shape[1] and column + high.shape[1] <= low.stride(0)
