@@ -30,16 +30,19 @@ def tables(documents: Sequence[dict[str, Any]]) -> str:
 
 def _table(document: dict[str, Any]) -> str:
     results = [result for result in document["results"] if _ms(result) is not None]
+    hosted = any(_host_us(result) for result in results)
     found = [label for label, names in PEERS.items() if any(r["implementation"] in names for r in results)]
     machine = document["machine"]
     head = f"{machine.get('gpu', machine['cpu'])}, torch {machine['torch']}, commit `{document['commit']}`, "
     lines = [head + document["date"] + ":", ""]
-    titles = ["case", "culax ms", "TFLOP/s", "TB/s", "share of the roofline", *(f"{label} ms" for label in found)]
+    titles = ["case", "culax ms", "TFLOP/s", "TB/s", "share of the roofline", *["host us"] * hosted]
+    titles += [f"{label} ms" for label in found]
     lines += ["| " + " | ".join(titles) + " |", "|---" + "|---:" * (len(titles) - 1) + "|"]
     for ours in (result for result in results if result["implementation"] == "culax"):
         ms = _ms(ours)
         cells = [f"`{ours['case']}`", f"{ms:.4g}"]
         cells += [_shown(ours["tflops"], ".3g"), _shown(ours["tb_per_s"], ".3g"), _shown(ours["roofline_share"], ".0%")]
+        cells += [_host_us(ours)] * hosted
         for label, names in PEERS.items():
             if label in found:
                 times = [_ms(r) for r in results if r["case"] == ours["case"] and r["implementation"] in names]
@@ -52,6 +55,12 @@ def _ms(result: dict[str, Any]) -> Any:
     """The time that the comparison is about: kernels summed where they were, else inside a graph, else eager."""
     timing = result["timing"]
     return next((timing[mode] for mode in ("kernels_ms", "graph_ms", "eager_ms") if timing[mode] is not None), None)
+
+
+def _host_us(result: dict[str, Any]) -> str:
+    """What an eager call costs the host: CPU time of its thread, and wall time in brackets; "" where not measured."""
+    own, wall = (result["timing"].get(name) for name in ("overhead_cpu_us", "overhead_us"))
+    return f"{own:.0f} ({wall:.0f})" if own is not None and wall is not None else ""
 
 
 def _shown(figure: float | None, style: str) -> str:

@@ -32,6 +32,16 @@ def test_the_fastest_of_a_peer_counts_and_times_are_of_one_kind():
     assert lines[4:] == ["| `a` | 2 | 5 |  | 50% | 3 (1.50x) |", "| `b` | 1 | 5 |  | 50% |  |"]
 
 
+def test_host_time_is_shown_where_it_was_measured():
+    rows = [
+        result("a", "culax", eager_ms=9.0, overhead_us=61.6, overhead_cpu_us=45.2),
+        result("b", "culax", eager_ms=1.0),
+    ]
+    lines = table.tables([document(*rows)]).splitlines()
+    assert lines[2] == "| case | culax ms | TFLOP/s | TB/s | share of the roofline | host us |"
+    assert lines[4:] == ["| `a` | 9 | 5 |  | 50% | 45 (62) |", "| `b` | 1 | 5 |  | 50% |  |"]
+
+
 def test_readme_shows_the_results_in_the_repository():
     text = README.read_text()
     assert table.inserted(text, table.MARKERS, table.tables(table.documents())) == text
