@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -77,6 +79,48 @@ def test_other_operands_take_the_general_path(form: str, change: str, kernel: Re
     assert all(matrix.data_ptr() % 16 == 0 for matrix in kernel.arguments[:2])
 
 
+def strided(offs: Tensor) -> Tensor:
+    return torch.stack((offs, torch.full_like(offs, -1)), 1)[:, 0]
+
+
+def dense(out: Tensor, a: Tensor, b: Tensor, offs: Tensor, **options: Any) -> Tensor:
+    OPS.grouped_wgrad_out(out, a.t(), b, offs, **options)
+    return out
+
+
+def zeros(columns: int = N, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.zeros(len(ENDS), M, columns, dtype=dtype)
+
+
+OTHER_CALLS: dict[str, tuple[Callable[..., Tensor], Callable[..., Tensor]]] = {
+    "offs_strides": (partial(call, "new"), lambda a, b, offs: call("new", a, b, strided(offs))),
+    "offs_dtype": (partial(call, "new"), lambda a, b, offs: call("new", a, b, offs.long())),
+    "out_dtype": (partial(call, "new"), lambda a, b, offs: OPS.grouped_wgrad(a.t(), b, offs)),
+    "dense_dtype": (lambda *x: dense(zeros(), *x), lambda *x: dense(zeros(dtype=torch.bfloat16), *x)),
+    "dense_strides": (lambda *x: dense(zeros(), *x), lambda *x: dense(zeros(N + 8)[..., :N], *x)),
+    "accumulate": (lambda *x: dense(zeros(), *x), lambda *x: dense(zeros(), *x, accumulate=True)),
+    "list_strides": (partial(call, "list"), lambda *x: call("list", *x, list(zeros(N + 8)[..., :N]))),
+}
+
+
+@pytest.mark.parametrize("first, other", OTHER_CALLS.values(), ids=OTHER_CALLS)
+def test_every_difference_in_a_call_takes_the_general_path(first, other, kernel: Recorder, general: list[str]) -> None:
+    a, b, offs = operands()
+    first(a, b, offs)
+    assert len(general) == 1
+    found = other(a, b, offs)
+    assert len(general) == 2
+    torch.testing.assert_close(found, expected(a, b).to(found.dtype))
+
+
+def test_another_operand_layout_takes_the_general_path(kernel: Recorder, general: list[str]) -> None:
+    """The same tensors may be either layout's."""
+    (a, b, offs), layouts = operands(), ("2d", "ragged")
+    for layout in layouts:
+        OPS.grouped_wgrad(a.t().contiguous(), b.t().contiguous().t(), offs, operand_layout=layout)
+    assert len(general) == len(layouts)
+
+
 @pytest.mark.parametrize("form", FORMS)
 def test_another_current_device_takes_the_general_path(form, kernel, general: list[str], monkeypatch) -> None:
     arguments = operands()
@@ -127,7 +171,7 @@ def test_lists_that_overlap_or_differ(kernel: Recorder, general: list[str]) -> N
         call("list", *arguments, outs=outs)
     outs[2] = torch.zeros(N, M).t()
     torch.testing.assert_close(call("list", *arguments, outs=outs), expected(*arguments[:2]))
-    outs[2] = buffer[2 * M * N + 1 :][: M * N].view(M, N)
+    outs[2] = buffer[2 * M * N + 2 :][: M * N].view(M, N)  # aligned to 8 bytes, not to 16
     torch.testing.assert_close(call("list", *arguments, outs=outs), expected(*arguments[:2]))
     outs[2] = torch.zeros(M, N)
     torch.testing.assert_close(call("list", *arguments, outs=outs[::-1]), expected(*arguments[:2]))

@@ -316,6 +316,15 @@ def test_cached_signatures_still_check_values() -> None:
         OPS.grouped_wgrad(**arguments | {"offs": ints(3, 2, 69, 70)})
 
 
+@pytest.mark.parametrize("other", [torch.zeros(6, 4), torch.zeros(6, 5, dtype=BF16), torch.zeros(6, 1).expand(6, 5)])
+def test_lists_are_told_apart_by_every_output(other: torch.Tensor) -> None:
+    arguments = into_list()
+    OPS.grouped_wgrad_out_list(**arguments)
+    outs = [*arguments["outs"][:2], other, arguments["outs"][3]]
+    with pytest.raises(ValueError, match=r"grouped_wgrad_out_list: argument `outs\[2\]`"):
+        OPS.grouped_wgrad_out_list(**arguments | {"outs": outs})
+
+
 @pytest.mark.parametrize("name", ["grouped_wgrad", "kda_fwd"])
 def test_compiled_code_checks(name: str) -> None:
     """Bad metadata is refused while tracing; bad values when the compiled code runs."""

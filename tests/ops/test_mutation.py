@@ -59,12 +59,18 @@ def test_empty_list() -> None:
     OPS.grouped_wgrad_out_list([], mat_a, mat_b, torch.zeros(0, dtype=torch.int32))
 
 
-@pytest.mark.parametrize("form", ["same", "shifted", "inside"])
+@pytest.mark.parametrize("form", ["same", "shifted", "inside", "around"])
 def test_overlapping_outputs_raise(form: str) -> None:
     mat_a, mat_b, offs = cases.wgrad((3, 4))
-    buffer = torch.zeros(6, 16)
-    first = buffer[:, :5]
-    second = {"same": first, "shifted": buffer[:, 4:9], "inside": buffer.view(-1)[40:70].view(6, 5)}[form]
+    buffer = torch.zeros(7, 16)
+    first = buffer[:6, :5]
+    seconds = {
+        "same": first,
+        "shifted": buffer[:6, 4:9],
+        "inside": buffer.view(-1)[40:70].view(6, 5),
+        "around": buffer.as_strided((6, 5), (16, 1), 12),  # the last column is the next row's first one
+    }
+    second = seconds[form]
     with pytest.raises(ValueError, match=r"grouped_wgrad_out_list: argument `outs\[1\]`: expected memory apart"):
         OPS.grouped_wgrad_out_list([first, second], mat_a, mat_b, offs)
     assert not buffer.any()
