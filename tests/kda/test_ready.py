@@ -125,10 +125,28 @@ def test_the_workspace_is_as_large_as_the_layout_says(packed: bool, kernel: Reco
     assert 2 * kernel.arguments[12].numel() == chunks * HV * tapes + shares + numbers
 
 
+@pytest.mark.parametrize("position", [0, 1, 9, 10], ids=["do", "dht", "initial_state", "cu_seqlens"])
+def test_what_was_absent_is_not_overlooked(position: int, kernel: Recorder, general: list[str]) -> None:
+    given = arguments(packed=True)
+    less = [*given[:position], None, *given[position + 1 :]]
+    if position == 10:  # one sequence then
+        less[1], less[9] = (state[:1] for state in (given[1], given[9]))
+    for call in (less, given, less):
+        gradients = OPS.kda_bwd(*call)
+        do, dht, initial, long_offsets, offsets = (kernel.arguments[i] for i in (0, 1, 9, 10, 11))
+        assert torch.equal(do, torch.zeros_like(given[0]) if call[0] is None else call[0])
+        for mine, state in ((dht, call[1]), (initial, call[9]), (gradients[5], call[9])):
+            assert mine.shape[0] == (0 if state is None else state.shape[0])
+        assert not long_offsets.numel() and offsets.numel() == (0 if call[10] is None else 3)
+    assert len(general) == (3 if position == 0 else 2)
+
+
 def shifted(tensor: Tensor) -> Tensor:
-    flat = torch.empty(tensor.numel() + 1, dtype=tensor.dtype)
-    flat[1:] = tensor.reshape(-1)
-    return flat[1:].view(tensor.shape)
+    """The same values at an address 8 bytes past one that is aligned to 16."""
+    past = 8 // tensor.element_size()
+    flat = torch.empty(tensor.numel() + past, dtype=tensor.dtype)
+    flat[past:] = tensor.reshape(-1)
+    return flat[past:].view(tensor.shape)
 
 
 CHANGES: dict[str, Callable[[list], list]] = {

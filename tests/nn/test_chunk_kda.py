@@ -221,6 +221,16 @@ def test_a_call_with_every_name_of_the_peer_goes_through() -> None:
             ValueError,
             "`lower_bound`: expected a number",
         ),
+        (
+            {"use_gate_in_kernel": True, "A_log": torch.zeros(2), "g": torch.zeros(2, 3, 2, K).int()},
+            ValueError,
+            "`g`.*int32",
+        ),
+        (
+            {"use_beta_sigmoid_in_kernel": True, "beta": torch.zeros(2, 3, 2).int()},
+            ValueError,
+            "`beta`.*floating.*int32",
+        ),
         ({"scale": torch.tensor(0.5)}, ValueError, r"`scale`: expected a number, got a tensor of shape \(\)"),
         (
             {"use_gate_in_kernel": True, "lower_bound": -6.0, "safe_gate": True},
@@ -259,7 +269,7 @@ def test_a_call_with_every_name_of_the_peer_goes_through() -> None:
 def test_bad_options_raise_by_name(options: dict[str, Any], error: type[Exception], message: str) -> None:
     inputs = draw_inputs(Case("plain", {}, without=("initial_state",), tokens=3))
     with pytest.raises(error, match=message):
-        culax.chunk_kda(**inputs, **options)
+        culax.chunk_kda(**inputs | options)
 
 
 @pytest.mark.parametrize(

@@ -119,6 +119,16 @@ def test_a_wrong_main_grad_raises(main_grad: Tensor, message: str) -> None:
         layer(x, end_offsets())
 
 
+def test_a_computed_weight_raises_where_its_gradient_would_be_lost() -> None:
+    layer, x = layer_and_input(accumulate_main_grad=True)
+    source = layer.weight.detach().clone().requires_grad_()
+    with pytest.raises(ValueError, match="weight: expected a leaf with accumulate_main_grad=True"):
+        torch.func.functional_call(layer, {"weight": 2 * source}, (x, end_offsets()))
+    plain, _ = layer_and_input()
+    torch.func.functional_call(plain, {"weight": 2 * source}, (x, end_offsets())).sum().backward()
+    assert source.grad is not None and source.grad.abs().sum() > 0
+
+
 def test_zero_main_grad_needs_the_option() -> None:
     with pytest.raises(ValueError, match="accumulate_main_grad=True, got False"):
         GroupedLinear(E, IN, OUT).zero_main_grad()

@@ -107,6 +107,8 @@ def test_torch_product_takes_rows_not_columns(hopper: None) -> None:
         (x.t(), weight, "reference"),
         (x.t().contiguous(), weight, "torch"),
         (x.t().contiguous(), weight.transpose(1, 2).contiguous().transpose(1, 2), "torch"),
+        (x.t().contiguous(), torch.zeros(4000).bfloat16().as_strided((2, 64, 16), (1028, 16, 1)), "reference"),
+        (x.t().contiguous(), torch.zeros(4000).bfloat16().as_strided((2, 64, 16), (1032, 16, 1)), "torch"),
     ):
         problem = grouped_checks.build_mm("grouped_mm", (rows, w, offs))
         assert dispatch.choose(problem_on_cuda(problem), CUDA).backend == backend

@@ -135,6 +135,11 @@ class GroupedLinear(nn.Module):
         weight = self.weight
         if not (self.accumulate_main_grad and weight.requires_grad and torch.is_grad_enabled()):
             return torch.ops.culax.grouped_mm(x, weight, offs)
+        if not weight.is_leaf:
+            raise ValueError(
+                "GroupedLinear: weight: expected a leaf with accumulate_main_grad=True, as only main_grad gets its "
+                "gradient, got a tensor computed from others"
+            )
         if not hasattr(weight, "main_grad"):
             if torch.compiler.is_compiling():
                 raise RuntimeError("GroupedLinear: weight.main_grad is missing: call zero_main_grad() first")

@@ -153,6 +153,9 @@ def chunk_kda(
     checks.expect_positive(_NAME, "q", q, 3, "K")
     if allow_neg_eigval and not use_beta_sigmoid_in_kernel:
         raise checks.bad(_NAME, "allow_neg_eigval", "use_beta_sigmoid_in_kernel=True with it", False)
+    for name, value, used in (("g", g, use_gate_in_kernel), ("beta", beta, use_beta_sigmoid_in_kernel)):
+        if used and not value.is_floating_point():
+            raise checks.bad(_NAME, name, "a floating dtype", value.dtype)
     if use_gate_in_kernel:
         _check_gate(g, A_log, dt_bias, safe_gate, lower_bound)
         g = gates.decay_gate(g, A_log, dt_bias, lower_bound)
