@@ -316,6 +316,13 @@ def test_cached_signatures_still_check_values() -> None:
         OPS.grouped_wgrad(**arguments | {"offs": ints(3, 2, 69, 70)})
 
 
+@pytest.mark.parametrize("kind, sizes", [("e5m2", (128, 0, 256, 97, 0)), ("nvfp4", (64, 128, 0, 48, 0))])
+def test_the_last_filled_expert_may_end_anywhere(kind: str, sizes: tuple[int, ...]) -> None:
+    """In the concatenated scale layout, which then is the padded one."""
+    calls = [cases.scaled_wgrad(kind, layout, sizes=sizes) for layout in ("concatenated", "padded")]
+    assert torch.equal(*(OPS.grouped_wgrad(**arguments) for arguments in calls))
+
+
 @pytest.mark.parametrize("other", [torch.zeros(6, 4), torch.zeros(6, 5, dtype=BF16), torch.zeros(6, 1).expand(6, 5)])
 def test_lists_are_told_apart_by_every_output(other: torch.Tensor) -> None:
     arguments = into_list()
