@@ -37,9 +37,9 @@ def wgrad_problem(dtype: torch.dtype = torch.bfloat16, m: int = 64) -> Any:
     return problem_on_cuda(grouped_checks.build_wgrad("grouped_wgrad", arguments))
 
 
-def product_problem(dtype: torch.dtype = torch.bfloat16, k: int = 64, tokens: int = 70) -> Any:
-    arguments = (cases.normal(1, tokens, k, dtype=dtype), cases.normal(2, 4, k, 64, dtype=dtype), torch.zeros(4).int())
-    return problem_on_cuda(grouped_checks.build_mm("grouped_mm", arguments))
+def product_problem(dtype: torch.dtype = torch.bfloat16, k: int = 64, tokens: int = 70, experts: int = 4) -> Any:
+    x, weight = torch.zeros(tokens, k, dtype=dtype), torch.zeros(experts, k, 64, dtype=dtype)
+    return problem_on_cuda(grouped_checks.build_mm("grouped_mm", (x, weight, torch.zeros(experts).int())))
 
 
 @pytest.fixture
@@ -62,8 +62,13 @@ def hopper(monkeypatch: pytest.MonkeyPatch) -> None:
         (lambda: product_problem(torch.float16), "reference", "float16"),
         (lambda: product_problem(k=60), "reference", "16-byte"),
         (lambda: product_problem(tokens=0), "reference", "empty"),
+        (lambda: product_problem(experts=1023), "torch", "bfloat16"),
+        (lambda: product_problem(experts=1024), "reference", "fewer than 1024"),
     ],
-    ids=["kda_fp32", "kda_k32", "wgrad", "wgrad_fp32", "wgrad_m60", "mm", "mm_fp16", "mm_k60", "mm_t0"],
+    ids=[
+        *("kda_fp32", "kda_k32", "wgrad", "wgrad_fp32", "wgrad_m60"),
+        *("mm", "mm_fp16", "mm_k60", "mm_t0", "mm_e1023", "mm_e1024"),
+    ],
 )
 def test_choice_on_hopper(make: Callable[[], Any], backend: str, reason: str, hopper: None) -> None:
     choice = dispatch.choose(make(), CUDA)

@@ -35,6 +35,10 @@ class WgradProblem:
     device_type: str
 
 
+TORCH_GROUPS = 1024
+"""torch's grouped product raises from this many groups on."""
+
+
 def _aligned(strides: tuple[int, ...], sizes: tuple[int, int]) -> bool:
     """Whether a bf16 matrix is row- or column-major with a pitch of 16 bytes, as torch's kernel wants it."""
     (outer, inner), (rows, columns) = strides, sizes
@@ -65,6 +69,8 @@ class GroupedMmProblem:
             return f"compute capability {capability[0]}.{capability[1]}: torch's grouped product needs 9.0"
         if not (self.tokens and self.k and self.n and self.experts):
             return "an empty operand"
+        if self.experts >= TORCH_GROUPS:
+            return f"{self.experts} experts: torch's kernel takes fewer than {TORCH_GROUPS} groups"
         sides = (("x", self.x_strides, (self.tokens, self.k)), ("weight", self.weight_strides[1:], (self.k, self.n)))
         for name, strides, sizes in sides:
             if not _aligned(strides, sizes) or (name == "weight" and self.weight_strides[0] % 8):
