@@ -115,13 +115,14 @@ def _reads(x: Inputs, t: Tapes, initial: Tensor, dht: Tensor) -> tuple[Tensor, .
 
 
 def summarise(ready: Kernels, x: Inputs, t: Tapes, segments: int) -> Summaries:
-    """Last states and transitions of the segments alone."""
+    """The first segments' walks, and last states and transitions of the others alone."""
     heads, key_dim, value_dim = x.v.shape[2], x.q.shape[3], x.v.shape[3]
     rows = (t.bounds.shape[0] - 1) * segments
     widths = (value_dim, value_dim, key_dim, key_dim)
     nan = float("nan")
     s = Summaries(*(torch.full((rows, heads, key_dim, width), nan, device=x.q.device) for width in widths))
-    ready.summary(_reads(x, t, x.initial, x.dht), s.starts, s.ends, s.transitions, s.transposed, segments)
+    walked = t.h, t.v_new, s.starts, t.dh, t.dvn, s.ends
+    ready.summary(_reads(x, t, x.initial, x.dht), *walked, s.transitions, s.transposed, segments)
     return s
 
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from culax.kda import launch
+from culax.kda import launch, plan
 from tests.gpu import kda_stages
 
 B, T, H, HV, K, V = 2, 70, 2, 4, 64, 128
@@ -75,3 +75,17 @@ def test_workspaces_follow_from_shapes(offsets, chunks, rows, bounds):
             assert tape.shape[:2] == (chunks, HV) and tape[0, 0].numel() == size and tape.data_ptr() % 16 == 0
     assert tapes.decay.shape == (chunks, HV, K) and tapes.decay.dtype == torch.float32
     assert tapes.table.shape == (rows, 4) and tapes.bounds.shape == (bounds,)
+
+
+@pytest.mark.parametrize(
+    ("sequences", "heads", "tokens", "segments"),
+    [(None, 8, 65536, 4), (1, 8, 65536, 4), (40, 8, 65536, 1), (None, 64, 4096, 1)],
+)
+def test_segments_follow_from_shapes_and_take_their_place_in_the_workspace(sequences, heads, tokens, segments):
+    chosen = plan.plan_for("sm_90a", 128, 128, "" if sequences is None else "int64", False)
+    size, count = launch.sizes(chosen, torch.empty(1, tokens, heads, 128, device="meta"), sequences)
+    assert count == segments
+    chunks = tokens // 64 + (sequences or 0)
+    one = chosen.config.workspace_bytes(chunks, sequences or 1, tokens, heads)
+    states_and_transitions = 4 * heads * segments * 128 * 128 * 4 if segments > 1 else 0
+    assert 2 * size == one + states_and_transitions

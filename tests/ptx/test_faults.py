@@ -17,7 +17,7 @@ NAMES = (
     "wgrad_bf16_bf16_ragged_list_sm90",
     "wgrad_mx_e4m3_e4m3_bf16_2d_list_sm90",
 )
-SCANS = ("kda_scans_k128_v128_sm90a", "kda_scans_k128_v128_summary_sm90a")
+SCANS = ("kda_scans_k128_v128_sm90a", "kda_scans_k64_v64_summary_sm90a")
 # Tiles loaded once, without a ring: what may be lost is a wait for products before the barrier behind which their
 # operands are overwritten.
 LOCAL = "kda_local_k128_v128_sm90a"

@@ -17,8 +17,7 @@ class Walk:
     """What both scans are compiled for.
 
     key_dim, value_dim: 64 or 128 each. stages: chunks in shared memory at a time, those on their way included.
-    results: buffers of what goes out, the state [K, 64] and rows [64, 64] each; none where only the last state is
-    wanted.
+    results: buffers of what goes out, the state [K, 64] and rows [64, 64] each.
     fault: "weak_release" frees a stage while the last group of products that reads it may be in flight. poison: a stage
     is filled with NaN when it is taken again, before its loads start. Only tests build these.
     """
@@ -39,11 +38,6 @@ class Walk:
     def threads(self) -> int:
         """The consumer warpgroup, which multiplies, then the producer warp, which loads."""
         return WARPGROUP + 32
-
-    @property
-    def summary(self) -> bool:
-        """Whether the walk leaves nothing behind but its last state."""
-        return self.results == 0
 
     @property
     def slices(self) -> int:

@@ -23,8 +23,8 @@ ARCHITECTURES = ("sm_90a",)
 DIMS = (64, 128)
 MULTIPROCESSORS = 132
 """Of the device that segments are chosen for; on another one they are as right, perhaps slower."""
-FEWEST_CHUNKS = 8
-"""A shorter segment's walk takes less than what it costs to have one more."""
+FEWEST_CHUNKS = 16
+"""Of a segment: walks over shorter ones take less than summaries and joining cost."""
 MOST_SEGMENTS = 32
 
 
@@ -53,7 +53,8 @@ def segments(key_dim: int, value_dim: int, sequences: int, value_heads: int, chu
     """How many segments each sequence's chunks are walked over in at once, from shapes alone; chunks: of all sequences.
 
     One where that fills the multiprocessors, or where sequences are short. Else as many as there are multiprocessors
-    for: the walks take one for every 64 columns, so do summaries, of all segments but one each way, and of transitions.
+    for, one for every 64 columns of a state: in a walk over all segments both ways, and in summaries, which have all
+    segments but one both ways and the transitions of all but two.
     """
     walks, transitions = 2 * value_dim // SLICE, key_dim // SLICE
     states, length = sequences * value_heads, chunks // max(sequences, 1)

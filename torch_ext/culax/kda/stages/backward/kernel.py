@@ -148,8 +148,8 @@ def entry(config: BackwardConfig) -> tuple:
         stages.prep(q, k, v, g, beta, akk, t.table, t.minus_w, t.u, t.qg, t.kg, t.decay, scale, stream)
         read = (t.qg, t.minus_w, t.u, t.kg, t.decay, do, aqk, t.table, t.bounds)
         if segments > 1:
-            summaries = (t.starts, t.ends, t.transitions, t.transposed)
-            stages.summary((*read, initial, dht), *summaries, segments, stream)
+            walked = (t.h, t.v_new, t.starts, t.dh, t.dvn, t.ends)
+            stages.summary((*read, initial, dht), *walked, t.transitions, t.transposed, segments, stream)
             stages.join(initial, dht, t.transitions, t.transposed, t.starts, t.ends, segments, stream)
         one = Int32(1) // segments
         states = (_either(one, initial, t.starts), _either(one, dht, t.ends))

@@ -17,13 +17,18 @@ class JoinConfig:
 
     @property
     def groups(self) -> int:
-        """Groups of threads that share a sum over K; a thread of a group has one row of the state."""
-        return 4
+        """Warps, each of which has a share of the terms of every sum over K."""
+        return 8
 
     @property
     def threads(self) -> int:
-        """Rows times groups."""
-        return self.groups * self.key_dim
+        """Every lane of a warp has K / 32 rows."""
+        return 32 * self.groups
+
+    @property
+    def width(self) -> int:
+        """Columns of one row that a thread reads and writes."""
+        return self.key_dim * self.columns // self.threads
 
     @property
     def smem_bytes(self) -> int:

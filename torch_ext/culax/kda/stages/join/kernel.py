@@ -1,8 +1,8 @@
 """Join: the states before all segments of every sequence, and the gradients of those after them, out of the segments'
 summaries. A few products [K, K] x [K, V] a head that depend on each other, in fp32: bound by latency.
 
-One CTA a direction, sequence, value head and 8 value columns. No pipeline: a thread asks for all its factors of a
-product at once.
+One CTA a direction, sequence, value head and 8 value columns, one role. A thread asks for all its factors of a product
+at once, one product ahead.
 """
 
 import cutlass

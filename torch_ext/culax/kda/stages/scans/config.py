@@ -31,10 +31,10 @@ class ReverseConfig(Walk):
 
 @dataclass(frozen=True)
 class ScansConfig:
-    """Both walks of a call, or the summaries of its segments.
+    """Both walks of a call.
 
-    key_dim, value_dim: 64 or 128 each. summary: only each segment's last states and its transition are wanted. fault,
-    poison: see Walk.
+    key_dim, value_dim: 64 or 128 each. summary: over each sequence's first segment on either way, and summaries of the
+    others. fault, poison: see Walk.
     """
 
     key_dim: int
@@ -44,8 +44,7 @@ class ScansConfig:
     poison: bool = False
 
     def _walk(self, name: str) -> tuple[int, int, int, int, str, bool]:
-        stages, results = WALK[name]
-        return self.key_dim, self.value_dim, stages, 0 if self.summary else results, self.fault, self.poison
+        return self.key_dim, self.value_dim, *WALK[name], self.fault, self.poison
 
     @property
     def forward(self) -> ForwardConfig:

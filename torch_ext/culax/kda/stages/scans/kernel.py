@@ -2,9 +2,9 @@
 the state after every chunk and dvn (B1, B2). Neither needs the other, so one launch has both.
 
 One CTA a segment of a sequence, value head and slice of 64 columns, whichever way it walks: a consumer warpgroup that
-keeps the state in registers, and a producer warp. A sequence has one segment, or several, whose first states another
-launch has found: summaries, which walk over all segments at once and keep the last state only (join makes the states
-out of them).
+keeps the state in registers, and a producer warp. A sequence has one segment, or several. Of several the first one on
+either way is walked over for good by another launch, while it summarises the ones behind it: it walks over them from
+zero, and keeps the last state only. Join makes the states that these walks should have started from.
 
 Ring (rings.py): a chunk's operands a stage, bulk copies, TMA for do and Aqk; full: one arrival with the bytes, empty:
 one arrival a consumer warp, behind the wait for the chunk's last product.
@@ -19,7 +19,7 @@ from dataclasses import replace
 import cutlass
 import cutlass.cute as cute
 
-from culax.device import fakes, states
+from culax.device import chunks, fakes, states
 from culax.device.sizes import CHUNK
 from culax.kda.stages.scans import forward, layouts, reverse, roles
 from culax.kda.stages.scans.config import ScansConfig
@@ -35,39 +35,47 @@ def scans_kernel(
     segments: cutlass.Int32,
     config: cutlass.Constexpr,
 ) -> None:
-    """Grid (N * segments * HV * V / 64, 2): first those that walk from the last chunk, which take longer."""
-    place = states.place_of_cta(value_heads, config.forward.slices, segments)
+    """Grid (N * max(segments - 1, 1) * HV * V / 64, 2): first those that walk from the last chunk, which take longer.
+
+    Of several segments the last one is left out on the way back and the first one on the way forward.
+    """
+    walked = cutlass.max(segments - 1, 1)
+    place = replace(states.place_of_cta(value_heads, config.forward.slices, walked), segments=segments)
     if cute.arch.block_idx()[1] == 0:
-        reverse.run(config.reverse, reverse_gmem, reverse_out, place)
+        wanted = chunks.select_int(place.segment == 0, place.sequence, -1)
+        reverse.run(config.reverse, reverse_gmem, reverse_out, place, roles.Ends(place.row, wanted))
     else:
-        forward.run(config.forward, gmem, out, place, cutlass.Boolean(False))
+        place = replace(place, segment=place.segment + segments - walked)
+        wanted = chunks.select_int(place.segment == segments - 1, place.sequence, -1)
+        forward.run(config.forward, gmem, out, place, roles.Ends(place.row, wanted))
 
 
 @cute.kernel
 def summary_kernel(
     gmem: forward.Gmem,
-    starts: roles.Summary,
+    out: roles.Walked,
+    transitions: roles.Transitions,
     reverse_gmem: reverse.Gmem,
-    ends: roles.Summary,
+    reverse_out: roles.Walked,
     value_heads: cutlass.Int32,
     segments: cutlass.Int32,
     config: cutlass.Constexpr,
 ) -> None:
-    """Grid (N * (segments - 1) * HV * max(K, V) / 64, 3): the last states from the end and from the start, of all
-    segments but the last one on either way, and the transitions of those in between."""
+    """Grid (N * (segments - 1) * HV * max(K, V) / 64, 3): the walks back over all segments but the first, those forward
+    over all but the last, and the transitions of those in between."""
     place = states.place_of_cta(value_heads, config.most_slices, segments - 1)
     kind, slices = cute.arch.block_idx()[1], config.forward.slices
-    walked = replace(place, segments=segments)
+    place = replace(place, segments=segments)
     if kind == 0:
         if place.slice < slices:
-            reverse.run(config.reverse, reverse_gmem, ends, replace(walked, segment=place.segment + 1))
+            reverse.summarise(config.reverse, reverse_gmem, reverse_out, replace(place, segment=place.segment + 1))
     else:
         transition = kind == 2
         wanted = place.slice < slices
         if transition:
             wanted = place.slice < config.key_dim // states.SLICE and place.segment > 0
         if wanted:
-            forward.run(config.forward, gmem, starts, walked, transition)
+            forward.summarise(config.forward, gmem, out, transitions, place, transition)
 
 
 def _reads(config: ScansConfig) -> list:
@@ -99,9 +107,10 @@ def _gmem(reads: tuple) -> tuple[forward.Gmem, reverse.Gmem]:
 
 
 def entry(config: ScansConfig) -> tuple:
-    """The function to compile and its fake arguments: what walks read (as _reads has it), then h, v_new, the final
-    states, dh, dvn, dh0, or for summaries the states before the segments, the gradients of those after them, the
-    transitions as they are and transposed; then the number of segments, and the stream."""
+    """The function to compile and its fake arguments: what walks read (as _reads has it); h, v_new, the final states,
+    dh, dvn, dh0; in summaries the states before the segments in place of the final ones and the gradients of those
+    after them in place of dh0, and then the transitions as they are and transposed; the number of segments, the
+    stream."""
     if config.summary:
         return _summaries(config)
 
@@ -119,27 +128,34 @@ def entry(config: ScansConfig) -> tuple:
     ) -> None:
         gmem, reverse_gmem = _gmem(reads)
         heads = gmem.u.shape[1]
-        count = (gmem.bounds.shape[0] - 1) * heads
+        count = (gmem.bounds.shape[0] - 1) * heads * cutlass.max(segments - 1, 1)
         if count > 0:
             out, reverse_out = roles.Walked(h, v_new, final), roles.Walked(dh, dvn, dh0)
             scans_kernel(gmem, out, reverse_gmem, reverse_out, heads, segments, config).launch(
-                grid=(count * segments * config.forward.slices, 2, 1),
+                grid=(count * config.forward.slices, 2, 1),
                 block=(config.threads, 1, 1),
                 smem_merge_branch_allocs=True,
                 stream=stream,
             )
 
+    return scans, (tuple(_reads(config)), *_walked(config), *_walked(config), cutlass.Int32(1), fakes.stream())
+
+
+def _walked(config: ScansConfig) -> list:
+    """Fakes of (h, v_new, final states), or (dh, dvn, dh0)."""
     key, value = config.key_dim, config.value_dim
-    tapes = [fakes.image(key, value), fakes.image(CHUNK, value), fakes.compact(key, value)]
-    more = [fakes.image(key, value), fakes.image(CHUNK, value), fakes.compact(key, value)]
-    return scans, (tuple(_reads(config)), *tapes, *more, cutlass.Int32(1), fakes.stream())
+    return [fakes.image(key, value), fakes.image(CHUNK, value), fakes.compact(key, value)]
 
 
 def _summaries(config: ScansConfig) -> tuple:
     @cute.jit
     def summaries(
         reads: tuple,
+        h: cute.Tensor,
+        v_new: cute.Tensor,
         starts: cute.Tensor,
+        dh: cute.Tensor,
+        dvn: cute.Tensor,
         ends: cute.Tensor,
         transitions: cute.Tensor,
         transposed: cute.Tensor,
@@ -150,15 +166,15 @@ def _summaries(config: ScansConfig) -> tuple:
         heads = gmem.u.shape[1]
         count = (gmem.bounds.shape[0] - 1) * heads * (segments - 1)
         if count > 0:
-            out, reverse_out = (roles.Summary(last, transitions, transposed) for last in (starts, ends))
-            summary_kernel(gmem, out, reverse_gmem, reverse_out, heads, segments, config).launch(
+            out, reverse_out = roles.Walked(h, v_new, starts), roles.Walked(dh, dvn, ends)
+            matrices = roles.Transitions(transitions, transposed)
+            summary_kernel(gmem, out, matrices, reverse_gmem, reverse_out, heads, segments, config).launch(
                 grid=(count * config.most_slices, 3, 1),
                 block=(config.threads, 1, 1),
                 smem_merge_branch_allocs=True,
                 stream=stream,
             )
 
-    key, value = config.key_dim, config.value_dim
-    states_of = [fakes.compact(key, value) for _ in range(2)]
-    matrices = [fakes.compact(key, key) for _ in range(2)]
-    return summaries, (tuple(_reads(config)), *states_of, *matrices, cutlass.Int32(1), fakes.stream())
+    matrices = [fakes.compact(config.key_dim, config.key_dim) for _ in range(2)]
+    walked = *_walked(config), *_walked(config)
+    return summaries, (tuple(_reads(config)), *walked, *matrices, cutlass.Int32(1), fakes.stream())

@@ -17,13 +17,13 @@ from culax.kda.stages.scans.config import ForwardConfig, ReverseConfig
 @dataclass(frozen=True)
 class Common:
     """Images of a chunk a stage (last mode): -W and kg [64, K, S]; decay [K, S] fp32; the ring's barriers, and what
-    goes out (nothing in summaries)."""
+    goes out."""
 
     minus_w: cute.Tensor
     kg: cute.Tensor
     decay: cute.Tensor
     ring: Ring
-    results: Results | None
+    results: Results
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ def _allocate(memory: cutlass.memory.SmemAllocator, config: Walk, widths: dict[s
     stages = config.stages
     widths = {"minus_w": config.key_dim, "kg": config.key_dim} | widths
     tiles = {name: allocate_images(memory, CHUNK, width, stages) for name, width in widths.items()}
-    results = None if config.summary else allocate_results(memory, config)
+    results = allocate_results(memory, config)
     decay = memory.allocate_tensor(cutlass.Float32, cute.make_layout((config.key_dim, stages)), 16)
     return tiles | {"results": results, "decay": decay, "ring": allocate_ring(memory, stages)}
 

@@ -11,15 +11,15 @@ from cutlass.cute.nvgpu import cpasync, warpgroup
 
 from culax.device import bulk, chunks, images, results, rings, states
 from culax.device.sizes import CHUNK
-from culax.device.walks import SLICE, WARPGROUP
+from culax.device.walks import SLICE
 from culax.kda.stages.scans import layouts, roles
 
 
 @dataclass(frozen=True)
 class Gmem:
     """Tapes [NT, HV, ...] of prep (images but for the decay), TMA atoms with their coordinates of do [T, V, HV, B] and
-    Aqk [T, 64, HV, B], the chunk table and bounds, and the gradients that walks start from in fp32 (empty if absent):
-    [N * segments, HV, K, V], or [N, HV, K, V] in summaries."""
+    Aqk [T, 64, HV, B], the chunk table and bounds, and the gradients that walks start from [rows, HV, K, V] fp32 (empty
+    if absent)."""
 
     qg: cute.Tensor
     minus_w: cute.Tensor
@@ -35,12 +35,33 @@ class Gmem:
 
 
 @cute.jit
-def run(config: cutlass.Constexpr, gmem: Gmem, out: roles.Walked | roles.Summary, place: states.Place) -> None:
+def run(config: cutlass.Constexpr, gmem: Gmem, out: roles.Walked, place: states.Place, ends: roles.Ends) -> None:
     """One CTA's walk over a segment."""
     smem = layouts.allocate_reverse(config)
     rings.init_ring(smem.ring)
-    if cute.arch.make_warp_uniform(cute.arch.warp_idx()) < WARPGROUP // 32:
-        walk(config, gmem, smem, out, place)
+    if roles.consumes():
+        state = roles.first_state(config, gmem.dht, ends, place)
+        walk(config, True, gmem, smem, out, place, state)
+        roles.keep_state(state, out, ends, place)
+    else:
+        load(config, gmem, smem, place)
+
+
+@cute.jit
+def summarise(config: cutlass.Constexpr, gmem: Gmem, out: roles.Walked, place: states.Place) -> None:
+    """One CTA's part of a segment's summary: its last state, from zero. What the last segment starts from is known, so
+    it is walked over for good."""
+    smem = layouts.allocate_reverse(config)
+    rings.init_ring(smem.ring)
+    if roles.consumes():
+        known = place.segment == place.segments - 1
+        ends = roles.Ends(chunks.select_int(known, place.sequence, -1), place.row - 1)
+        state = roles.first_state(config, gmem.dht, ends, place)
+        if known:
+            walk(config, True, gmem, smem, out, place, state)
+        else:
+            walk(config, False, gmem, smem, out, place, state)
+        roles.keep_state(state, out, ends, place)
     else:
         load(config, gmem, smem, place)
 
@@ -91,19 +112,17 @@ def load(config: cutlass.Constexpr, gmem: Gmem, smem: layouts.Reverse, place: st
 @cute.jit
 def walk(
     config: cutlass.Constexpr,
+    tapes: cutlass.Constexpr,
     gmem: Gmem,
     smem: layouts.Reverse,
-    out: roles.Walked | roles.Summary,
+    out: roles.Walked,
     place: states.Place,
+    state: cute.Tensor,
 ) -> None:
     """Consumer warpgroup, B2 over the chunks of one segment, last first, with B1's dv_loc, all transposed: dvn^T =
-    do^T Aqk + dS^T kg^T; dS^T <- 2^G_last dS^T + do^T qg - dvn^T W; dh is dS after each chunk, what is left is dh0."""
+    do^T Aqk + dS^T kg^T; dS^T <- 2^G_last dS^T + do^T qg - dvn^T W; dh is dS after each chunk. Without tapes only the
+    state changes."""
     first, past = states.span(gmem.bounds, place)
-    state = states.zeros(config.key_dim)
-    if cutlass.const_expr(not config.summary):
-        states.load_state(state, gmem.dht, place.row, place)
-    elif place.segment == place.segments - 1:
-        states.load_state(state, gmem.dht, place.sequence, place)
     from_do = states.product(CHUNK, states.IMAGE, states.ALONG_MN)
     over_keys = states.product(CHUNK, states.REGISTERS, states.ALONG_K)
     into_state = states.product(config.key_dim, states.IMAGE, states.ALONG_MN)
@@ -117,7 +136,7 @@ def walk(
     at = rings.reading(config.stages)
     for done in cutlass.range(past - first, unroll=1):
         index = past - 1 - done
-        stage = at.index
+        stage, buffer = at.index, done % config.results
         smem.ring.ready(at)
         if done == 0:
             rows = chunks.read_chunk(gmem.table, index).rows
@@ -131,31 +150,24 @@ def walk(
         warpgroup.wait_group(0)
         states.issue(from_do, dvn, do[here], aqk[here], add=False)
         operand = states.rounded(state)
-        if cutlass.const_expr(not config.summary):
-            buffer = done % config.results
+        if cutlass.const_expr(tapes):
             results.write(operand, smem.results.states, buffer)
         states.issue(over_keys, dvn, operand, kg[here])
         states.scale_columns(state, smem.decay[None, stage])
         states.issue(into_state, state, do[here], qg[here])
-        if cutlass.const_expr(not config.summary):
+        if cutlass.const_expr(tapes):
             results.send(smem.results.states, buffer, out.states, index, place)
         warpgroup.wait_group(1)
         operand = states.rounded(dvn)
-        if cutlass.const_expr(not config.summary):
+        if cutlass.const_expr(tapes):
             results.write(operand, smem.results.rows, buffer)
         states.issue(over_tokens, state, operand, minus_w[here])
         if cutlass.const_expr(config.fault == "weak_release"):
             smem.ring.release(at)
-        if cutlass.const_expr(not config.summary):
+        if cutlass.const_expr(tapes):
             results.send(smem.results.rows, buffer, out.rows, index, place)
         # All products with this stage have completed, and the decay is in registers: it may be refilled.
         warpgroup.wait_group(0)
         if cutlass.const_expr(config.fault != "weak_release"):
             smem.ring.release(at)
         at.advance()
-    if cutlass.const_expr(config.summary):
-        states.store_state(state, out.last, place.row - 1, place)
-    else:
-        if place.segment == 0:
-            states.store_state(state, out.last, place.sequence, place)
-        results.sent()
