@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from culax.grouped_wgrad import checks, launch, plan
+from culax.grouped_wgrad import checks, launch, plan, scaled
 from tests.grouped_wgrad.standin import ENDS, M, N, Recorder, T, expected, operands, shifted
 
 
@@ -52,6 +52,19 @@ def test_operands_arrive_aligned_with_their_values(device: None, monkeypatch: py
         assert tensor.data_ptr() % 16 == 0 and torch.equal(tensor, rows)
         assert sorted(tensor.stride())[0] == 1 and sorted(tensor.stride())[1] % 8 == 0
     torch.testing.assert_close(out, expected(a, b))
+
+
+@pytest.mark.parametrize("ragged", [False, True], ids=["2d", "ragged"])
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float4_e2m1fn_x2], ids=["fp8", "fp4"])
+def test_block_scaled_operands_arrive_aligned(dtype: torch.dtype, ragged: bool) -> None:
+    """Rows 16 bytes apart, but an expert-major operand as one dense buffer, whose groups have places of their own."""
+    codes = torch.arange(8 * 24, dtype=torch.uint8).view(8, 24)
+    for given in (codes, shifted(codes)):
+        found = scaled.aligned(given.view(dtype), ragged)
+        assert found.dtype is dtype and found.data_ptr() % 16 == 0
+        assert torch.equal(found.view(torch.uint8), codes)
+        assert (found.data_ptr() == given.data_ptr()) == (given is codes)
+        assert given is codes or found.stride() == ((24, 1) if ragged else (32, 1))
 
 
 def test_aligned_operands_are_not_copied(device: None, monkeypatch: pytest.MonkeyPatch) -> None:
