@@ -139,6 +139,15 @@ def test_torch_product_is_contiguous(tokens: int, monkeypatch: pytest.MonkeyPatc
     torch.testing.assert_close(found, expected)
 
 
+def test_what_is_remembered_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dispatch, "_prepared", {})
+    monkeypatch.setattr(dispatch, "REMEMBERED", 3)
+    mat_a, mat_b, offs = cases.wgrad()
+    for end in range(1, 9):
+        OPS.grouped_wgrad(mat_a[:, :70], mat_b[:70], offs[:1].clamp(max=end).expand(end).contiguous())
+        assert 1 <= len(dispatch._prepared) <= 3
+
+
 def test_missing_kernels_fall_back(hopper: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(load, "availability", lambda variant: load.Availability(None, "neither built nor compilable"))
     choice = dispatch.choose(wgrad_problem(), CUDA)

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from culax.grouped_wgrad import api
 from tests.ops import cases
 
 OPS = torch.ops.culax
@@ -52,6 +53,16 @@ def test_forms_of_outputs(form: str, accumulate: bool) -> None:
     torch.testing.assert_close(out.double(), wanted, rtol=1e-5, atol=1e-5)
     if guard is not None:
         assert torch.equal(guard, torch.full_like(guard, start)) or (guard.isnan().all() and not accumulate)
+
+
+def test_the_ops_themselves_count_a_mutation(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kernels write past torch; without the count a backward would use overwritten tensors without a word."""
+    mat_a, mat_b, offs = cases.wgrad()
+    monkeypatch.setattr(api.reference, "grouped_wgrad_out", lambda *_: None)
+    out, outs = torch.zeros(4, 6, 5), [torch.zeros(6, 5) for _ in range(4)]
+    OPS.grouped_wgrad_out(out, mat_a, mat_b, offs)
+    OPS.grouped_wgrad_out_list(outs, mat_a, mat_b, offs)
+    assert all(tensor._version > 0 for tensor in (out, *outs))
 
 
 def test_empty_list() -> None:
