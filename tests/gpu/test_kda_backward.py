@@ -195,7 +195,9 @@ def test_a_graph_follows_changed_inputs_and_offsets() -> None:
     assert_same(run(LONG, changed), captured)
 
 
-@pytest.mark.parametrize("case", [LONG, CASES["k64_v64"]], ids=["packed_grouped", "equal"])
+@pytest.mark.parametrize(
+    "case", [LONG, CASES["k64_v64"], SEGMENTED["segments_no_states"]], ids=["packed_grouped", "equal", "segments"]
+)
 def test_a_warmed_plan_can_be_captured(case: Case) -> None:
     launch.warm(case.plan(), torch.device(DEVICE))
     arguments = call(case)

@@ -89,15 +89,16 @@ def kernel(plan: Plan) -> load.Kernel:
     return load.get(plan.variant)
 
 
-def sizes(plan: Plan, v: Tensor, sequences: int | None) -> tuple[int, int]:
-    """Size of a call's workspace in bf16, and the segments each sequence is walked over in, from shapes alone;
-    sequences: those of cu_seqlens, None without it."""
+def sizes(plan: Plan, v: Tensor, sequences: int | None, count: int | None = None) -> tuple[int, int]:
+    """Size of a call's workspace in bf16, and the segments each sequence is walked over in, from shapes alone unless
+    `count` says how many; sequences: those of cu_seqlens, None without it."""
     batch, tokens, value_heads, value_dim = v.shape
     each = -(-tokens // CHUNK)
     chunks = each * batch if sequences is None else each + sequences
     full = each * batch if sequences is None else each
     sequences = batch if sequences is None else sequences
-    count = segments(plan.key_dim, value_dim, sequences, value_heads, full)
+    if count is None:
+        count = segments(plan.key_dim, value_dim, sequences, value_heads, full)
     return plan.config.workspace_bytes(chunks, sequences, batch * tokens, value_heads, count) // 2, count
 
 
@@ -112,15 +113,15 @@ def offsets_pair(cu_seqlens: Tensor | None, device: torch.device) -> list[Tensor
     ]
 
 
-def run(plan: Plan, arguments: tuple) -> tuple[Tensor, ...]:
+def run(plan: Plan, arguments: tuple, count: int | None = None) -> tuple[Tensor, ...]:
     """kda_bwd by the plan's kernels on torch's current stream: gradients of q, k, v, g, beta, initial_state.
 
-    Each in its input's dtype; dinitial_state is empty where initial_state is None.
+    Each in its input's dtype; dinitial_state is empty where initial_state is None. count: see `sizes`.
     """
     q, k, v, g, beta = arguments[2:7]
     with torch.cuda.device(q.device):
         x, scale = collect(arguments)
-        size, count = sizes(plan, x.v, None if x.cu_seqlens is None else x.cu_seqlens.shape[0] - 1)
+        size, count = sizes(plan, x.v, None if x.cu_seqlens is None else x.cu_seqlens.shape[0] - 1, count)
         workspace = torch.empty(size, dtype=torch.bfloat16, device=q.device)
         dq, dk, dv = (torch.empty(y.shape, dtype=y.dtype, device=y.device) for y in (q, k, v))
         dg = torch.empty(g.shape, dtype=torch.float32, device=g.device)
@@ -133,7 +134,7 @@ def run(plan: Plan, arguments: tuple) -> tuple[Tensor, ...]:
 
 
 def warm(plan: Plan, device: torch.device) -> None:
-    """Make the plan's kernels ready: run them on one token of zeros."""
+    """Make the plan's kernels ready: run them on one token of zeros, in segments, which takes all of them."""
     key_dim, value_dim = plan.key_dim, plan.value_dim
     value_heads = 1 if plan.config.group_sum is None else 2
     bf16 = torch.bfloat16
@@ -144,4 +145,4 @@ def warm(plan: Plan, device: torch.device) -> None:
     state = torch.zeros((1, value_heads, key_dim, value_dim), device=device)
     cu_seqlens = torch.tensor([0, 1], device=device) if plan.packed else None
     beta = g[..., 0].to(getattr(torch, plan.config.beta))
-    run(plan, (do, state, q, q, do, g, beta, square, square, state, cu_seqlens, 1.0))
+    run(plan, (do, state, q, q, do, g, beta, square, square, state, cu_seqlens, 1.0), count=3)
