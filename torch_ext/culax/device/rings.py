@@ -34,7 +34,11 @@ class Ring:
         bulk.wait(self.full + state.index, state.phase)
 
     def release(self, state: pipeline.PipelineState) -> None:
-        """A reading warp is done with the stage; its wgmma groups that read it must have completed."""
+        """A reading warp is done with the stage; its wgmma groups that read it must have completed.
+
+        One lane arrives for all, behind a barrier of the warp: elect_one alone puts the others' reads in no order.
+        """
+        cute.arch.sync_warp()
         with cute.arch.elect_one():
             cute.arch.mbarrier_arrive(self.empty + state.index)
 
