@@ -54,6 +54,18 @@ def test_operands_arrive_aligned_with_their_values(device: None, monkeypatch: py
     torch.testing.assert_close(out, expected(a, b))
 
 
+@pytest.mark.parametrize("pitch", [0, 1, 8, 57])
+def test_one_token_has_a_pitch_that_tma_takes(device: None, monkeypatch: pytest.MonkeyPatch, pitch: int) -> None:
+    """The stride of a dimension of size 1 says nothing."""
+    a, b = (torch.randn(64).bfloat16().as_strided((1, x), (pitch, 1)) for x in (M, N))
+    out, offs = torch.full((3, M, N), 7.0), torch.tensor([0, 1, 1], dtype=torch.int32)
+    mat_a, mat_b, *_ = run(monkeypatch, a, b, offs, out, False).arguments
+    assert (mat_a.stride(), mat_b.stride()) == ((1, M), (N, 1))
+    wanted = torch.zeros(3, M, N)
+    wanted[1] = a[0, :, None].float() * b.float()
+    assert torch.equal(out, wanted)
+
+
 @pytest.mark.parametrize("ragged", [False, True], ids=["2d", "ragged"])
 @pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float4_e2m1fn_x2], ids=["fp8", "fp4"])
 def test_block_scaled_operands_arrive_aligned(dtype: torch.dtype, ragged: bool) -> None:
@@ -84,8 +96,9 @@ def test_aligned_operands_are_not_copied(device: None, monkeypatch: pytest.Monke
         lambda e: torch.ones(e, M, N + 8)[:, :, :N],
         lambda e: torch.ones(e * M * N + 1)[1:].view(e, M, N),
         lambda e: torch.ones(e, 2, M, N)[:, 1],
+        lambda e: torch.ones(e, M * N + 2)[:, : M * N].view(e, M, N),
     ],
-    ids=["dense", "transposed", "padded_rows", "shifted", "strided_experts"],
+    ids=["dense", "transposed", "padded_rows", "shifted", "strided_experts", "unaligned_experts"],
 )
 def test_outputs_of_any_stride_get_the_result(device: None, monkeypatch, make, accumulate: bool) -> None:
     a, b, offs = operands()
