@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from culax.grouped_wgrad import checks, launch, plan, scaled
+from culax.reference.block_scaled import Scales
 from tests.grouped_wgrad.standin import ENDS, M, N, Recorder, T, expected, operands, shifted
 
 
@@ -77,6 +78,18 @@ def test_block_scaled_operands_arrive_aligned(dtype: torch.dtype, ragged: bool) 
         assert torch.equal(found.view(torch.uint8), codes)
         assert (found.data_ptr() == given.data_ptr()) == (given is codes)
         assert given is codes or found.stride() == ((24, 1) if ragged else (32, 1))
+
+
+@pytest.mark.parametrize("layout", ["padded", "concatenated"])
+def test_scales_arrive_aligned_and_never_without_bytes(layout: str) -> None:
+    codes = torch.arange(128 * 4).to(torch.uint8).view(128, 4)
+    e8m0, factors = torch.float8_e8m0fnu, torch.ones(8)[::2]
+    given = Scales(codes[:, :0].contiguous().view(e8m0), shifted(codes).view(e8m0), factors, None, layout)
+    none, some, global_a, global_b, concatenated = scaled.arguments(given)
+    assert none.shape == (128, 4) and bool((none.view(torch.uint8) == 0xFF).all())
+    assert some.data_ptr() % 16 == 0 and torch.equal(some.view(torch.uint8), codes)
+    assert global_a is not None and global_a.is_contiguous() and global_b is None
+    assert concatenated == int(layout == "concatenated")
 
 
 def test_aligned_operands_are_not_copied(device: None, monkeypatch: pytest.MonkeyPatch) -> None:
