@@ -51,6 +51,17 @@ def test_other_inputs_are_copied_with_their_values(case):
     assert torch.equal(mine, tensor.to(mine.dtype)) and mine is not tensor
 
 
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=str)
+def test_offsets_of_any_stride_arrive_contiguous(dtype):
+    given = list(arguments())
+    given[10] = torch.tensor([[0, 9], [5, 9], [T, 9]], dtype=dtype)[:, 0]
+    offsets = launch.collect(tuple(given))[0].cu_seqlens
+    assert offsets.is_contiguous() and offsets.tolist() == [0, 5, T]
+    pair = launch.offsets_pair(offsets, offsets.device)
+    assert [x.dtype for x in pair] == [torch.int64, torch.int32]
+    assert [x.numel() for x in pair] == ([0, 3] if dtype is torch.int32 else [3, 0])
+
+
 def test_absent_states_are_empty_and_absent_do_is_one_row_of_zeros():
     inputs, _ = launch.collect(arguments(do=None))
     assert inputs.initial.shape == inputs.dht.shape == (0, HV, K, V)
@@ -79,7 +90,10 @@ def test_workspaces_follow_from_shapes(offsets, chunks, rows, bounds):
 
 @pytest.mark.parametrize(
     ("sequences", "heads", "tokens", "segments"),
-    [(None, 8, 65536, 4), (1, 8, 65536, 4), (40, 8, 65536, 1), (None, 64, 4096, 1)],
+    [
+        *((None, 8, 65536, 4), (1, 8, 65536, 4), (40, 8, 65536, 1), (None, 64, 4096, 1)),
+        *((2, 1, 96 * 64, 3), (2, 1, 95 * 64, 1)),  # partial chunks do not count, of which each sequence may have one
+    ],
 )
 def test_segments_follow_from_shapes_and_take_their_place_in_the_workspace(sequences, heads, tokens, segments):
     chosen = plan.plan_for("sm_90a", 128, 128, "" if sequences is None else "int64", False)
@@ -87,5 +101,6 @@ def test_segments_follow_from_shapes_and_take_their_place_in_the_workspace(seque
     assert count == segments
     chunks = tokens // 64 + (sequences or 0)
     one = chosen.config.workspace_bytes(chunks, sequences or 1, tokens, heads)
-    states_and_transitions = 4 * heads * segments * 128 * 128 * 4 if segments > 1 else 0
+    states = (sequences or 1) * heads * segments
+    states_and_transitions = 4 * states * 128 * 128 * 4 if segments > 1 else 0
     assert 2 * size == one + states_and_transitions

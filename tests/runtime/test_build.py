@@ -112,6 +112,19 @@ def test_a_variant_that_does_not_compile_is_reported_and_the_others_are_built(sa
     assert "spill stores" in (tmp_path / "kept" / f"{good.name}.log").read_text()
 
 
+def test_a_variant_whose_sources_change_meanwhile_is_not_recorded(sample, tmp_path: Path, monkeypatch) -> None:
+    def compile_all(arch, todo, jobs, done) -> None:
+        sample.edit("stages/scale/kernel.py", "scaled(x[i], s)", "scaled(s, x[i])")
+        for variant in todo:
+            done(variant, None)
+
+    monkeypatch.setattr(build, "_compile_all", compile_all)
+    report = build.build(sample.variants, tmp_path / ARCH)
+    assert report.failed.keys() == {variant.name for variant in sample.variants} and not report.built
+    assert all("sources changed while it was compiled" in message for message in report.failed.values())
+    assert not manifest.read(tmp_path / ARCH)
+
+
 def test_two_builders_at_once_share_the_work(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "culax.runtime.build", "--arch", ARCH, "--plan", "sample_op.plan"]
     command += ["--output", str(tmp_path / "aot"), "--jobs", "1", "--only", "*_t64"]
