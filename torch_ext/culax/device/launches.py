@@ -11,8 +11,8 @@ from cutlass._mlir.dialects import cuda
 def most_shared_memory() -> Iterator[None]:
     """Launches traced inside ask for all shared memory an SM can have, so that two large CTAs fit.
 
-    Without the attribute the driver gives an SM what one CTA needs. `preferred_smem_carveout` sets an attribute of the
-    function, which only the just-in-time route does.
+    A wish, which takes the choice from the driver: the local kernel was measured as fast without it. The argument
+    `preferred_smem_carveout` sets an attribute of the function, which only the just-in-time route does.
     """
     create = cuda.launch_cfg_create
 
