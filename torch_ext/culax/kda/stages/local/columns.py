@@ -14,8 +14,8 @@ from culax.device import chunks
 from culax.device.chunks import exp2, select, select_int
 from culax.device.sizes import CHUNK, VECTOR
 from culax.kda.stages.local import layouts
-from culax.kda.stages.local.config import EIGHT, KD_UNIT, KEYS, UNIT, V_UNIT, LocalConfig
-from culax.kda.stages.local.layouts import Smem, flat, pair_of, read_pair, write_pair
+from culax.kda.stages.local.config import EIGHT, KEYS, P_UNIT, UNIT, V_UNIT, LocalConfig
+from culax.kda.stages.local.layouts import Smem, Split, flat, pair_of, read_pair, write_pair, write_split
 from culax.kda.stages.local.memory import Gmem, Task, kept, store_tile, write_beta
 
 Pair = list[cutlass.Float32]
@@ -42,6 +42,11 @@ class Owner:
         """Round and store those elements."""
         write_pair(flat(start), self.places[r], values)
 
+    def write_split(self, split: Split, r: int, values: Pair) -> None:
+        """The same in both of its tiles."""
+        place = self.places[r]
+        write_split(flat(split.start), place, flat(split.rest), place, values)
+
     def read_sums(self, sums: cute.Tensor, eight: int | cutlass.Int32) -> Pair:
         """The elements of the owner's columns in a row of [n, 64] in fp32."""
         return read_pair(flat(sums.iterator, cute.size(sums)), eight * (KEYS // 2) + self.lane)
@@ -53,8 +58,9 @@ class Owner:
 
 def owner_of_thread() -> Owner:
     """The calling thread's rows and columns."""
-    warp, lane = cute.arch.make_warp_uniform(cute.arch.warp_idx()), layouts.lane()
-    places = [pair_of(warp * EIGHT + r, lane, r) for r in range(EIGHT)]
+    warp, lane = cute.arch.make_warp_uniform(layouts.thread() >> 5), layouts.lane()
+    first = warp * (EIGHT * KEYS // 2) + lane
+    places = [pair_of(first, r) + r * (KEYS // 2) for r in range(EIGHT)]
     return Owner(warp, lane, places)
 
 
@@ -92,26 +98,22 @@ def _decay_over(smem: Smem, owner: Owner, first: cutlass.Int32, past: cutlass.In
     return [left, right]
 
 
-def _decay_beside(smem: Smem, owner: Owner, in_upper: bool) -> Pair:
-    """In upper halves, or in lower ones, the decay over the other half of the block; else 1."""
-    decay = owner.read_sums(smem.decays, owner.eight ^ 1)
-    return [select(owner.eight % 2 == (0 if in_upper else 1), decay[c], 1.0) for c in PAIR]
-
-
 def state_sums(config: LocalConfig, smem: Smem) -> None:
     """B3's sum over v of S dS for each key column, a quarter of the columns a thread, to key_sums."""
-    thread = cute.arch.thread_idx()[0]
-    row, quarter = thread % CHUNK, thread // CHUNK
+    thread = layouts.thread()
+    row, quarter = thread & (CHUNK - 1), thread >> 6
     total = cutlass.Float32(0.0)
     vectors = config.value_dim // VECTOR // 4
     for step in range(vectors):
         vector = quarter * vectors + step
-        place = vector // 8 * (UNIT // VECTOR) + row * 8 + ((vector % 8) ^ (row % 8))
-        h, dh = (
-            cute.local_tile(flat(start, CHUNK * config.value_dim), (VECTOR,), (place,)).load().to(cutlass.Float32)
-            for start in (smem.h, smem.dh)
-        )
-        total = total + (h * dh).reduce(cute.ReductionOp.ADD, cutlass.Float32(0.0), reduction_profile=0)
+        place = (vector >> 3) * (UNIT // VECTOR) + row * 8 + ((vector ^ row) & 7)
+        raw = [cute.make_rmem_tensor((VECTOR // 2,), cutlass.Int32) for _ in range(2)]
+        for start, target in zip((smem.h, smem.dh), raw, strict=True):
+            pairs = cute.recast_tensor(flat(start, CHUNK * config.value_dim), cutlass.Int32)
+            cute.autovec_copy(cute.local_tile(pairs, (VECTOR // 2,), (place,)), target)
+        for i in range(VECTOR // 2):
+            h, dh = (layouts.unpack(side[i]) for side in raw)
+            total = total + h[0] * dh[0] + h[1] * dh[1]
     flat(smem.key_sums.iterator)[thread] = total
 
 
@@ -136,47 +138,33 @@ def keys_from_start(smem: Smem, sums: cute.Tensor) -> None:
         owner.write(smem.ke, r, [k[c] * (exp2(sums[r, c]) * -before[c]) for c in PAIR])
 
 
-@cute.jit
 def key_operands(smem: Smem, sums: cute.Tensor, last_row: cutlass.Int32) -> None:
-    """kd = k 2^(G of the block's last row - G), in upper halves also k 2^(G of the half's last row - G); the sums over
-    the owner's rows of k dks, the last valid row left out.
+    """kd = k 2^(G of the owner's last row - G); the sums over the owner's rows of k dks, the last valid row left out.
 
     No exponent is above 0: sums only fall from row to row.
     """
     owner = owner_of_thread()
     last = last_row - owner.row(0)
     totals = [cutlass.Float32(0.0) for _ in PAIR]
-    beside = _decay_beside(smem, owner, in_upper=True)
-    for r in cutlass.range_constexpr(EIGHT):
+    for r in range(EIGHT):
         k, dks = owner.read(smem.k, r), owner.read(smem.dks, r)
-        half = [k[c] * exp2(sums[EIGHT - 1, c] - sums[r, c]) for c in PAIR]
+        kd = [k[c] * exp2(sums[EIGHT - 1, c] - sums[r, c]) for c in PAIR]
         counts = last != r
-        totals = [totals[c] + select(counts, half[c] * dks[c], 0.0) for c in PAIR]
-        owner.write(smem.kd, r, [half[c] * beside[c] for c in PAIR])
-        if owner.eight % 2 == 0:
-            owner.write(smem.middle, r, half)
+        totals = [totals[c] + select(counts, kd[c] * dks[c], 0.0) for c in PAIR]
+        owner.write_split(smem.kd, r, kd)
     after = _decay_over(smem, owner, owner.eight + 1, cutlass.Int32(CHUNK // EIGHT))
     owner.write_sums(smem.key_sums, [totals[c] * after[c] for c in PAIR])
 
 
-@cute.jit
 def query_operands(smem: Smem, sums: cute.Tensor) -> None:
-    """qd = q and kbd = -beta k times 2^(G - G before the block); in lower halves also 2^(G - G before the half)."""
+    """qd = q and kbd = -beta k times 2^(G - G before the owner's rows)."""
     owner = owner_of_thread()
-    beside = _decay_beside(smem, owner, in_upper=False)
-    for r in cutlass.range_constexpr(EIGHT):
+    for r in range(EIGHT):
         beta = -smem.beta[owner.row(r)]
         decay = [exp2(sums[r, c]) for c in PAIR]
         q, k = owner.read(smem.q, r), owner.read(smem.k, r)
-        q, kb = [q[c] * decay[c] for c in PAIR], [k[c] * (beta * decay[c]) for c in PAIR]
-        owner.write(smem.qd, r, [q[c] * beside[c] for c in PAIR])
-        owner.write(smem.kbd, r, [kb[c] * beside[c] for c in PAIR])
-        if owner.eight % 2 == 0:
-            # Counted for zero, but multiplied: it must be finite.
-            owner.write(smem.kb_middle, r, [cutlass.Float32(0.0) for _ in PAIR])
-        else:
-            owner.write(smem.middle, r, q)
-            owner.write(smem.kb_middle, r, kb)
+        owner.write_split(smem.qd, r, [q[c] * decay[c] for c in PAIR])
+        owner.write_split(smem.kbd, r, [k[c] * (beta * decay[c]) for c in PAIR])
 
 
 def _row_before(tile: cute.Tensor, row: cutlass.Int32, count: int) -> list[cutlass.Float32]:
@@ -209,19 +197,23 @@ def _sum_over_lanes(values: list[cutlass.Float32]) -> cutlass.Float32:
     return total
 
 
-def _set_aside(smem: Smem, owner: Owner, sums: cute.Tensor) -> cute.Tensor:
-    """The sums [8, 2] in tiles that are done with, seen by their thread alone: read where they are needed, they take no
-    registers beside the diagonal blocks."""
+def _aside(smem: Smem, owner: Owner) -> cute.Tensor:
+    """Where the owner's sums [8, 2] wait for the diagonal blocks, seen by their thread alone."""
     quarters = CHUNK // EIGHT // 2
-    index = select_int(owner.eight < quarters, KD_UNIT, V_UNIT)
-    first = index * (UNIT // 4) + owner.eight % quarters * (EIGHT * KEYS // 2) + owner.lane
+    first = (owner.eight & (quarters - 1)) * (EIGHT * KEYS // 2) + owner.lane
+    index = select_int(owner.eight < quarters, P_UNIT, V_UNIT) * (UNIT // 4) + first
     every = cute.recast_tensor(flat(smem.e, UNIT * (V_UNIT + 1)), cutlass.Float32)
     pairs = cute.make_tensor(every.iterator, cute.make_layout((UNIT // 4 * (V_UNIT + 1), 2), stride=(2, 1)))
-    rows = cute.domain_offset((first, 0), pairs)
-    aside = cute.make_tensor(rows.iterator, cute.make_layout((EIGHT, 2), stride=(KEYS, 1)))
+    rows = cute.domain_offset((index, 0), pairs)
+    return cute.make_tensor(rows.iterator, cute.make_layout((EIGHT, 2), stride=(KEYS, 1)))
+
+
+def set_aside(smem: Smem, sums: cute.Tensor) -> None:
+    """Write the sums where they take no registers, once the products of columns and the tile that lay there are done
+    with."""
+    aside = _aside(smem, owner_of_thread())
     for r in range(EIGHT):
         cute.autovec_copy(sums[r, None], aside[r, None])
-    return aside
 
 
 def diagonal_block(
@@ -282,13 +274,13 @@ def _add_row_sum(smem: Smem, row: cutlass.Int32, total: cutlass.Float32) -> None
         smem.row_sums[row] = smem.row_sums[row] + total
 
 
-def finish(config: LocalConfig, gmem: Gmem, smem: Smem, task: Task, sums: cute.Tensor) -> None:
+def finish(config: LocalConfig, gmem: Gmem, smem: Smem, task: Task) -> None:
     """B3 + B4 + B6 put together; writes dq, dk, dg and dbeta."""
     owner = owner_of_thread()
     # Results replace what their thread alone reads, and has read: dq and dk the rows of q and k, or dk in fp32 those of
     # x; dg what is summed up to it in dq's stage tile. Tiles of the off-diagonal blocks are free.
     dq_tile, dk_tile = (smem.dq_share, smem.x) if config.partial else (smem.q, smem.k)
-    k, t = diagonal_block(smem, owner, _set_aside(smem, owner, sums), dq_tile)
+    k, t = diagonal_block(smem, owner, _aside(smem, owner), dq_tile)
     task = kept(smem, task)
     behind = task.chunk.rows - owner.row(0)
     d_gate = cute.make_rmem_tensor(cute.make_layout((EIGHT, 2), stride=(2, 1)), cutlass.Float32)

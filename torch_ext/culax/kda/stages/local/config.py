@@ -12,8 +12,8 @@ GROUP = 128
 """Threads of a warpgroup."""
 THREADS = 2 * GROUP
 """Threads of a CTA: one for 8 rows of two key columns."""
-KD_UNIT, V_UNIT = 3, 12
-"""Units of the operand kd, and the first one of v: tiles that are done with when the diagonal blocks are made."""
+P_UNIT, V_UNIT = 10, 12
+"""Units of P, and the first one of v: the gates' sums of the first and of the second warpgroup wait there."""
 BARRIERS = 3
 """Transaction barriers: for the loads, and for what the cluster's other CTA sends."""
 SM_BYTES, RESERVED_BYTES = 233_472, 1024

@@ -40,7 +40,7 @@ def _local(
     cute.arch.sync_threads()
     if cutlass.const_expr(config.splits > 1):
         cute.arch.cluster_arrive_relaxed()
-    columns.finish(config, gmem, smem, task, sums)
+    columns.finish(config, gmem, smem, task)
 
 
 @cute.kernel
@@ -60,7 +60,7 @@ def local_kernel(
     smem = layouts.allocate(config)
     if task.chunk.rows > 0:
         _local(config, gmem, smem, task, scale)
-    if task.chunk.rows < 0:
+    elif task.chunk.rows < 0:
         memory.write_zeros(config, gmem, task)
 
 

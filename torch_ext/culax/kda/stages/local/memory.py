@@ -7,6 +7,7 @@ import cutlass.cute as cute
 
 from culax.device import bulk, chunks, gates
 from culax.device.sizes import CHUNK, VECTOR
+from culax.kda.stages.local import layouts
 from culax.kda.stages.local.config import BARRIERS, GROUP, KEYS, THREADS, UNIT, LocalConfig
 from culax.kda.stages.local.layouts import Smem, flat
 
@@ -68,9 +69,9 @@ def load_image(source: cute.Tensor, start: cute.Pointer, rows: cutlass.Int32) ->
     The copies join the calling thread's current cp.async group.
     """
     across = source.shape[1] // VECTOR
-    thread = cute.arch.thread_idx()[0]
-    vector, first, step = thread % across, thread // across, THREADS // across
-    place = vector // 8 * UNIT + first * KEYS + ((vector % 8) ^ (first % 8)) * VECTOR
+    thread = layouts.thread()
+    vector, first, step = thread & (across - 1), thread >> (across.bit_length() - 1), THREADS // across
+    place = (vector >> 3) * UNIT + first * KEYS + ((vector ^ first) & 7) * VECTOR
     for i in range(CHUNK // step):
         row = first + i * step
         begin = source[row, None].iterator + vector * VECTOR
@@ -89,12 +90,12 @@ def store_tile(start: cute.Pointer, target: cute.Tensor, rows: cutlass.Int32) ->
     vector = 128 // dtype.width
     across = KEYS // vector
     source = flat(start)
-    thread = cute.arch.thread_idx()[0]
-    at = thread % across
+    thread = layouts.thread()
+    at = thread & (across - 1)
     wide = across // 8
     for i in cutlass.range_constexpr(CHUNK * across // THREADS):
-        row = thread // across + i * (THREADS // across)
-        place = row * across + ((at // wide) ^ (row % 8)) * wide + at % wide
+        row = (thread >> (across.bit_length() - 1)) + i * (THREADS // across)
+        place = row * across + (at ^ ((row & 7) * wide))
         four = cute.make_rmem_tensor((vector,), dtype)
         cute.autovec_copy(cute.local_tile(source, (vector,), (place,)), four)
         if row < rows:
@@ -120,18 +121,20 @@ def load_inputs(config: LocalConfig, gmem: Gmem, smem: Smem, task: Task) -> None
 
 @cute.jit
 def keep_chunk(smem: Smem, task: Task) -> None:
-    """The chunk to shared memory, a barrier must lie between this and `kept`; what the other CTA sends is announced."""
+    """Chunk and query head to shared memory, a barrier must lie between this and `kept`; what the other CTA sends is
+    announced."""
     if cute.arch.thread_idx()[0] == 0:
         cute.arch.mbarrier_arrive_and_expect_tx(smem.m_arrived, 4 * UNIT)
         cute.arch.mbarrier_arrive_and_expect_tx(smem.sums_arrived, 4 * CHUNK)
         chunk = task.chunk
-        for i, field in enumerate((chunk.sequence, chunk.batch, chunk.first, chunk.rows)):
+        for i, field in enumerate((task.head, chunk.batch, chunk.first, chunk.rows)):
             smem.chunk[i] = field
 
 
 def kept(smem: Smem, task: Task) -> Task:
-    """The same task with the chunk from shared memory, so that it takes no registers before."""
-    return Task(task.index, chunks.Chunk(*(smem.chunk[i] for i in range(4))), task.value_head, task.head, task.rank)
+    """The same task from shared memory, so that it takes no registers before; but for the chunk's sequence."""
+    head, batch, first, rows = (smem.chunk[i] for i in range(4))
+    return Task(task.index, chunks.Chunk(cutlass.Int32(0), batch, first, rows), task.value_head, head, task.rank)
 
 
 @cute.jit
@@ -167,35 +170,43 @@ def store_values(config: cutlass.Constexpr, gmem: Gmem, smem: Smem, task: Task) 
             store_tile(smem.v + UNIT * block, target, task.chunk.rows)
 
 
+def _exchanged(smem: Smem, thread: cutlass.Int32, n: int) -> cute.Tensor:
+    """Where an accumulator's elements 4 n .. 4 n + 3 of a warpgroup's thread lie in `received`: in the first unit for
+    n < 4, in its warp's quarter."""
+    vector = n // 4 * (UNIT // VECTOR) + (thread >> 5) * GROUP + n % 4 * 32 + (thread & 31)
+    return cute.local_tile(flat(smem.received), (4,), (vector,))
+
+
 def send(acc: cute.Tensor, smem: Smem, task: Task) -> None:
-    """Write an accumulator of one warpgroup to the other CTA's `received`, in the order of its threads."""
-    thread = cute.arch.thread_idx()[0] % GROUP
+    """Write an accumulator of one warpgroup to the other CTA's `received`."""
+    thread = layouts.thread() & (GROUP - 1)
     four = cute.make_rmem_tensor((4,), cutlass.Float32)
     bits = cute.recast_tensor(four, cutlass.Int32)
     for n in range(KEYS // 8):
         for i in range(4):
             four[i] = acc[4 * n + i]
-        target = cute.local_tile(flat(smem.received), (4,), (n * GROUP + thread,)).iterator
+        target = _exchanged(smem, thread, n).iterator
         values = tuple(bits[i] for i in range(4))
         cute.arch.store_async_dsmem(target, values, smem.m_arrived, 1 - task.rank)
 
 
 def receive(acc: cute.Tensor, smem: Smem) -> None:
-    """Wait for what the other CTA sends and add it."""
+    """Wait for what the other CTA sends and add it. Then a warp may overwrite its quarter of either unit."""
     bulk.wait(smem.m_arrived, 0)
-    thread = cute.arch.thread_idx()[0] % GROUP
+    thread = layouts.thread() & (GROUP - 1)
     four = cute.make_rmem_tensor((4,), cutlass.Float32)
     for n in range(KEYS // 8):
-        cute.autovec_copy(cute.local_tile(flat(smem.received), (4,), (n * GROUP + thread,)), four)
+        cute.autovec_copy(_exchanged(smem, thread, n), four)
         for i in range(4):
             acc[4 * n + i] = acc[4 * n + i] + four[i]
+    cute.arch.sync_warp()
 
 
 @cute.jit
 def write_beta(config: cutlass.Constexpr, gmem: Gmem, smem: Smem, task: Task) -> None:
     """dbeta of each valid row: the sums by row of all ranks, written by the first. A barrier must lie between the sums
     and this."""
-    row = cute.arch.thread_idx()[0]
+    row = layouts.thread()
     if cutlass.const_expr(config.splits > 1):
         # The other CTA is done with what lay where its sums go.
         cute.arch.cluster_wait()

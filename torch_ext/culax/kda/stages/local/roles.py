@@ -4,43 +4,20 @@ Equation numbers are those of kda/README.md. Both walk through the same barriers
 products, and both do their share of the work by columns.
 """
 
-from dataclasses import dataclass
-
 import cutlass
 import cutlass.cute as cute
 
-from culax.device import bulk, warp_tiles
+from culax.device import bulk
 from culax.device.chunks import select
 from culax.device.sizes import BLOCK, CHUNK
-from culax.device.warp_tiles import transposed
-from culax.kda.stages.local import columns, layouts, memory, products
+from culax.kda.stages.local import columns, memory, pairs, products
 from culax.kda.stages.local.config import EIGHT, GROUP, KEYS, UNIT, LocalConfig
-from culax.kda.stages.local.layouts import Smem, flat, pair_of, read_pair, square, write_pair
+from culax.kda.stages.local.layouts import Part, Smem, flat, part_of_thread, read_pair, write_pair
 from culax.kda.stages.local.memory import Gmem, Task
-from culax.kda.stages.local.products import by_columns, by_rows
+from culax.kda.stages.local.products import Operand, by_columns, by_rows
 
-SECOND_BARRIER = 1
-"""Named barrier of the second warpgroup."""
-
-
-@dataclass(frozen=True)
-class Part:
-    """This thread's part of an accumulator: the warp's block of 16 rows, the thread's row in the block's upper half,
-    and the places of its pairs in tiles by half and group of 8 columns."""
-
-    block: cutlass.Int32
-    row: cutlass.Int32
-    within: cutlass.Int32
-    places: list[list[cutlass.Int32]]
-
-
-def part_of_thread() -> Part:
-    """The calling thread's part of its warpgroup's accumulators."""
-    block = cute.arch.make_warp_uniform(cute.arch.warp_idx()) % (CHUNK // BLOCK)
-    lane = layouts.lane()
-    row = block * BLOCK + lane // 4
-    upper = [pair_of(row, lane, n) for n in range(KEYS // 8)]
-    return Part(block, row, lane % 4, [upper, [place + EIGHT * KEYS // 2 for place in upper]])
+FIRST_BARRIER, SECOND_BARRIER = 1, 2
+"""Named barriers of the two warpgroups."""
 
 
 def store_part(acc: cute.Tensor, start: cute.Pointer, part: Part) -> None:
@@ -49,17 +26,6 @@ def store_part(acc: cute.Tensor, start: cute.Pointer, part: Part) -> None:
         for n in range(KEYS // 8):
             values = [acc[4 * n + 2 * half], acc[4 * n + 2 * half + 1]]
             write_pair(flat(start), part.places[half][n], values)
-
-
-@cute.jit
-def store_diagonal(acc: cute.Tensor, diagonal: cute.Tensor, part: Part) -> None:
-    """Keep the 8 x 8 diagonal blocks of a [64, 64] accumulator in fp32."""
-    target = flat(diagonal.iterator, CHUNK * EIGHT)
-    for n in cutlass.range_constexpr(KEYS // 8):
-        if part.block == n // 2:
-            half = n % 2
-            place = (part.row + EIGHT * half) * (EIGHT // 2) + part.within
-            write_pair(target, place, [acc[4 * n + 2 * half], acc[4 * n + 2 * half + 1]])
 
 
 def multiply(acc: cute.Tensor, factor: float | cutlass.Float32) -> None:
@@ -92,15 +58,29 @@ def write_value_sums(config: cutlass.Constexpr, smem: Smem, task: Task, part: Pa
             smem.row_sums[part.row + EIGHT * half] = total
 
 
-def free_first_tiles(config: LocalConfig) -> None:
-    """Both warpgroups' first products are done: the tiles they read may be overwritten, here and by the other CTA."""
+def multiply_states(
+    config: LocalConfig,
+    gmem: Gmem,
+    smem: Smem,
+    task: Task,
+    acc: cute.Tensor,
+    left: Operand,
+    states: Operand,
+    target: cute.Pointer,
+) -> None:
+    """A product with h or dh, to a tile, and beside it the sums of h dh. It is the last one to read the first tiles:
+    they may be overwritten then, here and by the other CTA, and q is loaded over v_new."""
+    products.begin()
+    products.add(acc, left, states, depth=config.value_dim)
+    products.commit()
+    columns.state_sums(config, smem)
+    products.wait()
     cute.arch.sync_threads()
     if config.splits > 1:
         cute.arch.cluster_arrive_relaxed()
-
-
-def load_queries(gmem: Gmem, smem: Smem, task: Task) -> None:
-    """Start loading q, over v_new."""
+    store_part(acc, target, part_of_thread())
+    columns.add_state_sums(smem)
+    task = memory.kept(smem, task)
     memory.load_image(task.part(gmem.q, task.head), smem.q, task.chunk.rows)
     cute.arch.cp_async_commit_group()
 
@@ -132,18 +112,11 @@ def first(
         value_gradient(smem, part, dy, later, totals)
     write_value_sums(config, smem, task, part, totals)
     x = dy  # Its registers serve again: each accumulator is a fixed range of them.
-    products.begin()
-    products.add(x, by_rows(smem.dvn, CHUNK, depth), h, depth=depth)
-    products.commit()
-    columns.state_sums(config, smem)
-    products.wait()
-    free_first_tiles(config)
-    store_part(x, smem.dw, part_of_thread())
-    columns.add_state_sums(smem)
-    load_queries(gmem, smem, task)
+    multiply_states(config, gmem, smem, task, x, by_rows(smem.dvn, CHUNK, depth), h, smem.dw)
     columns.keys_from_start(smem, sums)
     bulk.publish()
     cute.arch.sync_threads()
+    task = memory.kept(smem, task)
     memory.store_values(config, gmem, smem, task)
     columns.key_operands(smem, sums, task.chunk.rows - 1)
     products.begin()
@@ -155,12 +128,15 @@ def first(
     cute.arch.sync_threads()
     columns.query_operands(smem, sums)
     cute.arch.sync_threads()
+    columns.set_aside(smem, sums)
     part = part_of_thread()
-    earlier_blocks(smem, part, dq, x)
+    pairs.earlier_blocks(smem, part, dq, x)
     if cutlass.const_expr(config.splits > 1):
         cute.arch.cluster_wait()
     part = part_of_thread()
     store_part(dq, smem.dq, part)
+    # Its own four warps alone have read kd, whose place x takes.
+    cute.arch.barrier(barrier_id=FIRST_BARRIER, number_of_threads=GROUP)
     store_part(x, smem.x, part)
 
 
@@ -181,18 +157,9 @@ def second(
     cute.arch.sync_threads()
     part = part_of_thread()
     multiply(e, scale)
-    store_part(e, smem.e, part)
-    store_diagonal(e, smem.e_diagonal, part)
+    pairs.store_coefficients(e, smem.e, smem.e_diagonal, part, True)
     t = e  # Its registers serve again: each accumulator is a fixed range of them.
-    products.begin()
-    products.add(t, v_new, by_rows(smem.dh, KEYS, depth), depth=depth)
-    products.commit()
-    columns.state_sums(config, smem)
-    products.wait()
-    free_first_tiles(config)
-    store_part(t, smem.dks, part_of_thread())
-    columns.add_state_sums(smem)
-    load_queries(gmem, smem, task)
+    multiply_states(config, gmem, smem, task, t, v_new, by_rows(smem.dh, KEYS, depth), smem.dks)
     if cutlass.const_expr(values * config.splits > depth):
         for i in cutlass.range_constexpr(cute.size(m)):
             m[i] = select(memory.has_values(config, task), m[i], 0.0)
@@ -202,6 +169,7 @@ def second(
     products.begin()
     products.add(m, by_rows(smem.dw, CHUNK, KEYS), by_rows(smem.ke, CHUNK, KEYS), fresh=False)
     products.commit()
+    task = memory.kept(smem, task)
     memory.store_values(config, gmem, smem, task)
     columns.key_operands(smem, sums, task.chunk.rows - 1)
     products.wait()
@@ -215,25 +183,24 @@ def second(
     inverse_gradient(smem, sums, m)
     cute.arch.sync_threads()
     part = part_of_thread()
-    later_blocks(smem, part, t)
-    # Its own four warps alone have read qd and kbd, whose place t takes.
+    pairs.later_blocks(smem, part, t)
+    # Its own four warps alone have read qd and kbd, whose place t and the sums take.
     cute.arch.barrier(barrier_id=SECOND_BARRIER, number_of_threads=GROUP)
+    columns.set_aside(smem, sums)
     part = part_of_thread()
     store_part(t, smem.t, part)
 
 
 def inverse_gradient(smem: Smem, sums: cute.Tensor, m: cute.Tensor) -> None:
-    """B3's -dL = strict-lower(P^T M P^T) from the sums of M, whose columns get beta here; above the diagonal dl holds
-    what is never read."""
+    """B3's -dL = strict-lower(P^T M P^T) from the sums of M, whose columns get beta here."""
     part = part_of_thread()
     below = part.row - 2 * part.within
     for n in range(KEYS // 8):
         beta = read_pair(smem.beta, 4 * n + part.within)
         for half in range(2):
-            for c in range(2):
-                i = 4 * n + 2 * half + c
-                m[i] = select(below > 8 * n + c - EIGHT * half, m[i] * beta[c], 0.0)
-    store_part(m, smem.m, part)
+            at, pair = part.places[half][n], [m[4 * n + 2 * half + c] * beta[c] for c in range(2)]
+            pair = [select(below > 8 * n + c - EIGHT * half, pair[c], 0.0) for c in range(2)]
+            write_pair(flat(smem.m), at, pair)
     bulk.publish()
     cute.arch.barrier(barrier_id=SECOND_BARRIER, number_of_threads=GROUP)
     p_m = dl = m
@@ -248,79 +215,4 @@ def inverse_gradient(smem: Smem, sums: cute.Tensor, m: cute.Tensor) -> None:
     products.commit()
     products.wait()
     part = part_of_thread()
-    store_part(dl, smem.dl, part)
-    store_diagonal(dl, smem.dl_diagonal, part)
-
-
-def _decay(smem: Smem, part: Part, eights: list, n: int) -> list[cutlass.Float32]:
-    """Decays over some eights of rows, for the thread's columns of group n."""
-    table = flat(smem.decays.iterator, CHUNK // EIGHT * KEYS)
-    factor = read_pair(table, eights[0] * (KEYS // 2) + 4 * n + part.within)
-    for eight in eights[1:]:
-        more = read_pair(table, eight * (KEYS // 2) + 4 * n + part.within)
-        factor = [factor[c] * more[c] for c in range(2)]
-    return factor
-
-
-def _scale(smem: Smem, part: Part, accs: list[cute.Tensor], eights: list, halves: tuple[int, ...]) -> None:
-    """Multiply the columns of accumulators by the decays over some eights of rows, in some halves of the block."""
-    for n in range(KEYS // 8):
-        factor = _decay(smem, part, eights, n)
-        for acc in accs:
-            for half in halves:
-                for c in range(2):
-                    i = 4 * n + 2 * half + c
-                    acc[i] = acc[i] * factor[c]
-
-
-def _of_warp(acc: cute.Tensor) -> cute.Tensor:
-    """A warp's part of an accumulator as `warp_tiles.gemm` takes it."""
-    return cute.make_tensor(acc.iterator, warp_tiles.accumulator(BLOCK, KEYS).layout)
-
-
-def _block(start: cute.Pointer, row: cutlass.Int32, column: int | cutlass.Int32) -> cute.Tensor:
-    return cute.local_tile(square(start), (BLOCK, BLOCK), (row, column))
-
-
-def _columns_of(start: cute.Pointer, block: int | cutlass.Int32) -> cute.Tensor:
-    """Rows of one block of a decayed operand, columns first."""
-    return cute.local_tile(transposed(square(start)), (KEYS, BLOCK), (0, block))
-
-
-@cute.jit
-def earlier_blocks(smem: Smem, part: Part, dq: cute.Tensor, x: cute.Tensor) -> None:
-    """B4's dqi and a from earlier rows, added to B3's parts, all but the last factor 2^(G - G before the 8 rows); x and
-    dL have their signs changed.
-
-    A sum holds what it would be at an anchor, G of some earlier row: do S^T and dX those at the chunk's start. From
-    block to block the anchor moves on, by a factor of at most 1, to its last row, where the block's kd is anchored.
-    """
-    dq_part, x_part = _of_warp(dq), _of_warp(x)
-    for other in cutlass.range_constexpr(CHUNK // BLOCK - 1):
-        if other < part.block:
-            _scale(smem, part, [dq, x], [2 * other, 2 * other + 1], (0, 1))
-            kd = _columns_of(smem.kd, other)
-            warp_tiles.gemm(dq_part, _block(smem.e, part.block, other), kd)
-            warp_tiles.gemm(x_part, _block(smem.dl, part.block, other), kd)
-    _scale(smem, part, [dq, x], [2 * part.block], (1,))
-    middle = _columns_of(smem.middle, part.block)
-    warp_tiles.gemm(dq_part, _block(smem.e, part.block, part.block), middle, keep=(1, 0))
-    warp_tiles.gemm(x_part, _block(smem.dl, part.block, part.block), middle, keep=(1, 0))
-
-
-@cute.jit
-def later_blocks(smem: Smem, part: Part, t: cute.Tensor) -> None:
-    """B4's t from later rows, added to dks, all but the last factor 2^(G of the 8 rows' last - G); the anchor moves
-    back from the chunk's end as in `earlier_blocks`."""
-    t_part = _of_warp(t)
-    for back in cutlass.range_constexpr(CHUNK // BLOCK - 1):
-        other = CHUNK // BLOCK - 1 - back
-        if other > part.block:
-            _scale(smem, part, [t], [2 * other, 2 * other + 1], (0, 1))
-            for tile, operand in ((smem.e, smem.qd), (smem.dl, smem.kbd)):
-                left = transposed(_block(tile, cutlass.Int32(other), part.block))
-                warp_tiles.gemm(t_part, left, _columns_of(operand, other))
-    _scale(smem, part, [t], [2 * part.block + 1], (0,))
-    for tile, operand in ((smem.e, smem.middle), (smem.dl, smem.kb_middle)):
-        left = transposed(_block(tile, part.block, part.block))
-        warp_tiles.gemm(t_part, left, _columns_of(operand, part.block), keep=(0, 1))
+    pairs.store_coefficients(dl, smem.dl, smem.dl_diagonal, part, False)
