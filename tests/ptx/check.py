@@ -37,6 +37,8 @@ def check_kernel(kernel: Kernel) -> list[Finding]:
     if rings.multiplies(kernel):
         states = groups.in_flight(kernel)
         found += groups.check_registers(kernel, states)
+        if any(map(rings.is_send, kernel.instructions)):
+            found += tensor_memory.check_generic_stores(kernel, rings.is_send)
         found += rings.check_rings(kernel) if rings.uses_rings(kernel) else _check_drained(kernel, states)
     return found
 

@@ -45,11 +45,11 @@ def _swap(source: str, kernel: Kernel, wait: Instruction) -> Fault | None:
 
 
 def _guards(kernel: Kernel, wait: Instruction) -> bool:
-    """Whether the next thing in the text that a barrier wait can guard is a load or a wgmma, and not another wait."""
+    """Whether the next thing in the text that a barrier wait can guard fills a stage or multiplies, no other wait."""
     for other in kernel.instructions[wait.index + 1 :]:
         if rings.is_wait(other):
             return False
-        if rings.is_load(other) or other.op.startswith("wgmma.mma"):
+        if rings.is_load(other) or rings.is_store(other) or other.op.startswith("wgmma.mma"):
             return True
     return False
 
@@ -109,8 +109,8 @@ def planted(source: str) -> Iterator[Fault]:
     """Yield every fault of the kinds the checker must report.
 
     Dropped: each descriptor acquire and release, each arrival of a kernel that multiplies by a thread that multiplies
-    (a stage's release), each wgmma wait, each wait on a barrier before a load or a wgmma. Weakened: each wgmma wait by
-    one group. Swapped: each wgmma wait with the arrival that follows it. A wgmma wait where nothing can be in flight
+    (a stage's release), each wgmma wait, each wait on a barrier before what fills a stage or a wgmma, the proxy fence
+    before what is sent to another block. Weakened: each wgmma wait by one group. Swapped: each wgmma wait with the arrival that follows it. A wgmma wait where nothing can be in flight
     changes nothing and is left alone: such ones are there for the assembler.
     """
     for kernel in kernels(source):
@@ -125,6 +125,9 @@ def planted(source: str) -> Iterator[Fault]:
                 yield Fault("drop-descriptor-release", instruction.line, drop)
             elif consuming and rings.is_arrive(instruction):
                 yield Fault("drop-stage-release", instruction.line, drop)
+            elif rings.is_send(instruction):
+                fence = max(i.line for i in kernel.instructions[: instruction.index] if i.op.startswith("fence.proxy"))
+                yield Fault("drop-proxy-fence", fence, _edit(source, fence, ""))
             elif rings.is_wait(instruction) and _guards(kernel, instruction):
                 yield Fault("drop-barrier-wait", instruction.line, drop)
             elif instruction.op.startswith("wgmma.wait") and (state := in_flight[instruction.index]) and state.count:

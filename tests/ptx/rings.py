@@ -3,7 +3,8 @@
 Producer threads tell which barrier guards which bytes: what they wait on before a TMA load is the stage's empty
 barrier, what the load signals is its full barrier. Threads that store 16 bytes at a time to shared memory and arrive at
 a barrier, and neither load by TMA nor multiply, fill stages too: what they wait on and isn't filled by TMA is the empty
-barrier, what they arrive at and doesn't free a TMA stage the full one. Consumer threads must wait on the full barrier
+barrier, what they arrive at and doesn't free a TMA stage the full one. What such threads send to another block of the
+cluster lands where they stored it here, and follows their fence.proxy.async. Consumer threads must wait on the full barrier
 before a wgmma reads those bytes, must not arrive at the empty barrier while a wgmma that reads them may be in flight,
 and must arrive at it before they wait for the same stage's next filling.
 """
@@ -23,10 +24,15 @@ from tests.ptx.text import Instruction, Kernel
 _ADDRESS_BITS = 0x3FFF  # of a wgmma shared-memory descriptor: address / 16
 
 
+def is_send(instruction: Instruction) -> bool:
+    """A bulk copy from shared memory to that of another block of the cluster."""
+    return instruction.op.startswith("cp.async.bulk.shared::cluster.shared::cta")
+
+
 def is_load(instruction: Instruction) -> bool:
-    """A TMA load or bulk copy into shared memory."""
+    """A TMA load or bulk copy from global into shared memory."""
     copies = is_tma(instruction) or instruction.op.startswith("cp.async.bulk.shared")
-    return copies and "mbarrier" in instruction.op
+    return copies and "mbarrier" in instruction.op and not is_send(instruction)
 
 
 def is_arrive(instruction: Instruction) -> bool:
@@ -41,7 +47,8 @@ def is_wait(instruction: Instruction) -> bool:
 
 def barrier_of(instruction: Instruction) -> str:
     """The operand that names the barrier."""
-    return [argument for argument in instruction.args if argument.startswith("[")][2 if is_load(instruction) else 0]
+    copies = is_load(instruction) or is_send(instruction)
+    return [argument for argument in instruction.args if argument.startswith("[")][2 if copies else 0]
 
 
 def parity_of(instruction: Instruction) -> str:
@@ -63,7 +70,7 @@ def _events(kernel: Kernel, stores: bool = False) -> dict[int, tuple[str, ...]]:
     found: dict[int, tuple[str, ...]] = {}
     on_tensor_memory = any(i.op.startswith("tcgen05.") for i in kernel.instructions)
     for i in kernel.instructions:
-        if is_load(i):
+        if is_load(i) or (stores and is_send(i)):
             found[i.index] = (i.args[0].split(",")[0], barrier_of(i))
         elif i.op.startswith("mbarrier.arrive"):
             found[i.index] = i.args
@@ -224,7 +231,10 @@ class Rings:
             for barrier in state.waited if target is not None else ():
                 self.ring.regions[barrier].add(target or 0)
             return replace(state, signalled=True)
-        barrier = read.address(barrier_of(instruction)) if is_wait(instruction) or is_arrive(instruction) else None
+        if is_send(instruction):
+            return self._send(instruction, read, state)
+        hands_over = instruction.op.startswith("mbarrier.arrive")
+        barrier = read.address(barrier_of(instruction)) if is_wait(instruction) or hands_over else None
         loaded = self.tma_full if is_wait(instruction) else self.tma_empty
         if barrier is None or barrier in loaded:
             return state
@@ -234,7 +244,19 @@ class Rings:
             self.ring.full[empty].add(barrier)
         return replace(state, signalled=True)
 
-    def _follow_converters(self) -> None:
+    def _send(self, instruction: Instruction, read: Reader, state: Producer) -> Producer:
+        """Once a wait, and signalling what this thread's block waits for."""
+        target, signal = read.address(instruction.args[0]), read.address(barrier_of(instruction))
+        if target is None or signal is None:
+            self.ring.unclear.add(instruction.index)
+            return state
+        if (instruction.index, target) in state.filled or not state.waited:
+            self.report("fill", instruction, "sends to a stage without a wait until it is free")
+        if not all(signal in self.ring.full[empty] for empty in state.waited):
+            self.report("fill", instruction, "signals a barrier at which this block's part doesn't arrive")
+        return replace(state, signalled=True, filled=state.filled | {(instruction.index, target)})
+
+    def _follow_converters(self, ranks: range) -> None:
         """Follow the threads that fill stages with ordinary stores, once it is known what TMA fills."""
         machine = Machine(self.kernel, _events(self.kernel, stores=True))
         machine.kind = self.machine.kind
@@ -243,8 +265,9 @@ class Rings:
         for tid in warp_leaders(self.kernel):
             reached = [self.kernel.instructions[index] for index in machine.reached(tid)]
             others = any(is_load(i) or i.op.startswith("wgmma.mma") for i in reached)
-            if not others and any(map(is_store, reached)) and any(map(is_arrive, reached)):
-                machine.follow(tid, Producer(), self.convert)
+            if not others and any(map(is_store, reached)) and any(i.op.startswith("mbarrier.arrive") for i in reached):
+                for machine.rank in ranks:
+                    machine.follow(tid, Producer(), self.convert)
 
     def roles(self) -> tuple[list[int], list[int]]:
         """Warp leaders that reach a TMA load, and those that reach a wgmma; of a warpgroup's that do the same, one."""
@@ -262,13 +285,13 @@ class Rings:
         producers, consumers = self.roles()
         if not producers or not consumers:
             raise NotFollowed("no thread is seen to reach a TMA load, or none a wgmma")
-        # In a cluster each block loads its share of a stage for all: the shares of two blocks bound the regions well.
-        multicast = any("multicast" in instruction.op for instruction in self.kernel.instructions)
-        for rank in range(2 if multicast else 1):
-            self.machine.rank = rank
+        # In a cluster each block fills its share of a stage for all: the shares of two blocks bound the regions well.
+        shared = any("multicast" in i.op or is_send(i) for i in self.kernel.instructions)
+        ranks = range(2 if shared else 1)
+        for self.machine.rank in ranks:
             for tid in producers:
                 self.machine.follow(tid, Producer(), self.produce)
-        self._follow_converters()
+        self._follow_converters(ranks)
         for index in self.ring.unclear:
             self.report("drain", self.kernel.instructions[index], "where it writes or what it signals isn't known")
         warpgroups: dict[int, list[int]] = defaultdict(list)

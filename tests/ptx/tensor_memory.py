@@ -8,6 +8,7 @@ their wait until they give it back, and after that only columns that no other ac
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 from tests.ptx.evaluate import Value
@@ -309,8 +310,14 @@ def check_loaded_registers(kernel: Kernel) -> list[Finding]:
     ]
 
 
-def check_generic_stores(kernel: Kernel) -> list[Finding]:
-    """Between ordinary stores to shared memory and an arrival or TMA store that hands them over, a proxy fence.
+def hands_over(instruction: Instruction) -> bool:
+    """An arrival or TMA store that gives what was stored to the async proxy."""
+    arrives = instruction.op.startswith("mbarrier.arrive.expect_tx")
+    return arrives or ".shared::cta" in instruction.op.partition(".global")[2]
+
+
+def check_generic_stores(kernel: Kernel, hands_over: Callable[[Instruction], bool] = hands_over) -> list[Finding]:
+    """Between ordinary stores to shared memory and what hands them over, a proxy fence.
 
     A barrier of the whole block or cluster ends what was stored before: offsets, never read by the async proxy.
     """
@@ -321,10 +328,6 @@ def check_generic_stores(kernel: Kernel) -> list[Finding]:
             return True
         whole = op.startswith("barrier.cluster.wait") or (op.startswith("bar.sync") and instruction.args == ("0",))
         return unfenced and not (whole or op.startswith("fence.proxy.async"))
-
-    def hands_over(instruction: Instruction) -> bool:
-        arrives = instruction.op.startswith("mbarrier.arrive.expect_tx")
-        return arrives or ".shared::cta" in instruction.op.partition(".global")[2]
 
     states = forward(kernel, False, transfer, lambda a, b: a or b)
     return [

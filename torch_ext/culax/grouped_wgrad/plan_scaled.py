@@ -81,6 +81,6 @@ def fault_variants() -> tuple[Variant, ...]:
         variant(_config(mx, "bfloat16", False, True, False, fault="no_acquire")),
         variant(_config(mx, "float32", False, True, True, fault="no_acquire")),
         variant(_config(mx, "bfloat16", True, False, False, fault="no_acquire_load")),
-        variant(_config(mx, "bfloat16", False, False, False, poison=True, cluster_m=1)),
-        variant(_config(mx, "bfloat16", False, False, False, fault="weak_release", poison=True, cluster_m=1)),
+        variant(_config(mx, "bfloat16", False, False, False, poison=True)),
+        variant(_config(mx, "bfloat16", False, False, False, fault="weak_release", poison=True)),
     )

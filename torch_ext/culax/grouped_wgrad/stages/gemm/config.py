@@ -61,9 +61,9 @@ class Config:
         assert not self.accumulate or self.out_dtype == "float32"
         assert self.tile_m % STORE_ROWS == 0 and self.tile_n % self.epi_n == 0
         assert self.chunks % self.epi_stages == 0, "a chunk's buffer must be known when compiling"
-        assert self.tile_m * self.tile_n <= 192 * 128, "at most 192 accumulator registers a thread"
+        assert self.rows * self.tile_n <= 192 * 128, "at most 192 accumulator registers a thread"
         assert self.band & (self.band - 1) == 0
-        assert not self.poison or self.cluster_size == 1, "a peer's multicast may arrive before the poison"
+        assert not self.poison or not self.multicasts, "a peer's multicast may arrive before the poison"
         assert self.smem_bytes <= SMEM_LIMIT, self.smem_bytes
         assert self.registers <= REGISTER_FILE, self.registers
 
@@ -71,6 +71,16 @@ class Config:
     def cluster_size(self) -> int:
         """CTAs a cluster."""
         return self.cluster_m * self.cluster_n
+
+    @property
+    def multicasts(self) -> bool:
+        """Whether TMA loads go to several CTAs."""
+        return self.cluster_size > 1
+
+    @property
+    def rows(self) -> int:
+        """Rows of a tile that one consumer multiplies and stores."""
+        return self.tile_m
 
     @property
     def producers(self) -> int:
@@ -104,8 +114,8 @@ class Config:
 
     @property
     def chunks(self) -> int:
-        """Epilogue chunks (64 rows, epi_n columns) of a tile."""
-        return self.tile_m // STORE_ROWS * (self.tile_n // self.epi_n)
+        """Epilogue chunks (64 rows, epi_n columns) of what one consumer stores."""
+        return self.rows // STORE_ROWS * (self.tile_n // self.epi_n)
 
     @property
     def stage_bytes(self) -> int:

@@ -136,6 +136,16 @@ def load_tile(config: cutlass.Constexpr[Config], gmem: Gmem, smem: Smem, ab: Rin
     t_bs, t_bg = partition(gmem.tma_b, coord[0], config.cluster_m, smem.b, g_b)
     mask_a = cute.make_layout_image_mask(ctas, coord, mode=1) if config.cluster_n > 1 else None
     mask_b = cute.make_layout_image_mask(ctas, coord, mode=0) if config.cluster_m > 1 else None
+    return stream(
+        config, gmem, smem, ab, state, k_tiles, (t_as, t_ag, mask_a, desc_a), (t_bs, t_bg, mask_b, desc_b)
+    )
+
+
+@cute.jit
+def stream(config: cutlass.Constexpr[Config], gmem: Gmem, smem: Smem, ab: Ring, state, k_tiles: Int32, part_a, part_b):
+    """k_tiles stages by TMA; a part is (shared memory, coordinates, multicast mask, descriptor) of an operand."""
+    t_as, t_ag, mask_a, desc_a = part_a
+    t_bs, t_bg, mask_b, desc_b = part_b
     for k in cutlass.range(k_tiles, unroll=1):
         ab.producer_acquire(state)
         if cutlass.const_expr(config.poison):
@@ -274,8 +284,9 @@ def multiply(config: cutlass.Constexpr[Config], operands, gmem: Gmem, smem: Smem
 
 @cute.jit
 def store(config: cutlass.Constexpr[Config], mma: cute.TiledMma, acc: cute.Tensor, gmem: Gmem, smem: Smem, tile):
-    """Send one tile out: registers -> shared memory -> TMA store (or reduce-add), chunk by chunk.
+    """Send a consumer's rows out: registers -> shared memory -> TMA store (or reduce-add), chunk by chunk.
 
+    `row` counts in config.rows.
     With S = epi_stages >= 2 one warpgroup barrier a chunk is enough: the storing warp lets at most S - 2 older
     stores keep reading shared memory before it meets that barrier, so the buffer two chunks ahead is free.
     """
@@ -295,7 +306,7 @@ def store(config: cutlass.Constexpr[Config], mma: cute.TiledMma, acc: cute.Tenso
     m_c = gmem.c if config.discrete else gmem.c[None, None, expert]
     g_c = cute.local_tile(m_c, (STORE_ROWS, config.epi_n), (None, None))
     t_cs, t_cg = partition(gmem.tma_c, 0, 1, smem.c, g_c)
-    row_block = row * (config.tile_m // STORE_ROWS)
+    row_block = row * (config.rows // STORE_ROWS)
     columns = config.tile_n // config.epi_n
     for chunk in cutlass.range_constexpr(config.chunks):
         buffer = warpgroup_index * config.epi_stages + chunk % config.epi_stages

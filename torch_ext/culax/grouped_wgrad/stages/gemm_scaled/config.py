@@ -13,8 +13,9 @@ THREADS = WARPGROUP * (PRODUCERS + CONSUMERS)
 LOADER_REGISTERS = 56
 CONVERTER_REGISTERS = 56
 CONSUMER_REGISTERS = 200
-CONVERTING_WARPS = WARPGROUP // 32 // CONSUMERS
-"""Warps of a lane that convert B."""
+DECODING_WARPS = 2
+"""One an operand."""
+CONVERTING_WARPS = WARPGROUP // 32
 FORMATS = {"e4m3": 8, "e5m2": 8, "e2m1": 4}
 """Bits of an element."""
 FACTOR_BYTES = 4
@@ -27,26 +28,43 @@ ATOM = 128
 class Config(plain.Config):
     """One variant; dtype is what is multiplied (bf16), a_format and b_format what is loaded.
 
-    Both operands have contiguous tokens. A stage holds the loaded bytes of A and B, the scales of both as factors, and
-    B converted to bf16; A is converted into registers by the warpgroup that multiplies it. A CTA works on two tiles at
-    once, in two lanes: each has half of the stages, a loading warp, a decoding warp, two converting warps and a
-    multiplying warpgroup of its own.
+    Both operands have contiguous tokens. The CTAs of a cluster have rows of their own, tile_m each, and all of
+    tile_n columns. A stage of the loaded ring holds bytes and factors (scales) of a CTA's rows of A and of its part of
+    B; a stage of the ready ring all of B converted to bf16, each CTA its part, which it sends to the others. A is
+    converted into registers by the warpgroup that multiplies it.
+    stages, ready_stages: depths of the two rings.
     """
 
     a_major: str = "k"
     b_major: str = "k"
-    stages: int = 6
-    epi_stages: int = 2
+    tile_n: int = 256
+    stages: int = 5
+    ready_stages: int = 3
     a_format: str = "e4m3"
     b_format: str = "e4m3"
 
     def __post_init__(self) -> None:
         """Reject what the kernel cannot build."""
         super().__post_init__()
-        assert self.stages % CONSUMERS == 0
         assert self.dtype == "bfloat16" and (self.a_major, self.b_major) == ("k", "k")
-        assert self.tile_m == self.tile_n == ATOM and self.tile_k == 64
+        assert self.tile_m == self.b_rows == ATOM and self.tile_k == 64
+        assert (self.cluster_m, self.cluster_n) == (2, 1), "a CTA sends its part of B to one other"
         assert {self.a_format, self.b_format} <= {"e4m3", "e5m2"} or self.a_format == self.b_format == "e2m1"
+
+    @property
+    def multicasts(self) -> bool:
+        """Each CTA loads for itself."""
+        return False
+
+    @property
+    def rows(self) -> int:
+        """Rows of a tile that one consumer multiplies and stores: both work on the same tile."""
+        return self.tile_m // CONSUMERS
+
+    @property
+    def b_rows(self) -> int:
+        """Columns of the product whose B a CTA loads and converts."""
+        return self.tile_n // self.cluster_m
 
     @property
     def producers(self) -> int:
@@ -55,13 +73,8 @@ class Config(plain.Config):
 
     @property
     def turns(self) -> bool:
-        """Each consumer has a ring of its own."""
+        """The consumers work side by side."""
         return False
-
-    @property
-    def depth(self) -> int:
-        """Stages of a lane."""
-        return self.stages // CONSUMERS
 
     @property
     def nv(self) -> bool:
@@ -111,24 +124,30 @@ class Config(plain.Config):
     @property
     def stage_bytes(self) -> int:
         """Loaded bytes of A and B in one stage: what the full barrier's transaction count expects."""
-        return (self.tile_m + self.tile_n) * self.loaded_k
+        return (self.tile_m + self.b_rows) * self.loaded_k
 
     @property
     def converted_bytes(self) -> int:
-        """Bytes of B as bf16 in one stage."""
+        """Bytes of B as bf16 in one stage of the ready ring."""
         return self.tile_n * self.tile_k * BYTES[self.dtype]
+
+    @property
+    def sent_bytes(self) -> int:
+        """Bytes of them that one converting warp writes here and sends to the other CTA."""
+        return self.converted_bytes // self.cluster_m // CONVERTING_WARPS
 
     @property
     def factor_bytes(self) -> int:
         """Bytes of both operands' factors in one stage."""
-        return (self.tile_m + self.tile_n) * self.blocks * FACTOR_BYTES
+        return (self.tile_m + self.b_rows) * self.blocks * FACTOR_BYTES
 
     @property
     def smem_bytes(self) -> int:
-        """Dynamic shared memory: stages, epilogue buffers, offsets, atoms before each expert, barriers of two rings."""
+        """Dynamic shared memory: both rings, epilogue buffers, offsets, atoms before each expert, barriers."""
         table = -(-(MAX_EXPERTS + 1) * 4 // 128) * 128
-        stage = self.stage_bytes + self.converted_bytes + self.factor_bytes
-        return self.stages * stage + self.epilogue_bytes + 2 * table + 4 * self.stages * 8
+        loaded = self.stages * (self.stage_bytes + self.factor_bytes)
+        ready = self.ready_stages * self.converted_bytes
+        return loaded + ready + self.epilogue_bytes + 2 * table + 2 * (self.stages + self.ready_stages) * 8
 
     @property
     def registers(self) -> int:
@@ -137,10 +156,20 @@ class Config(plain.Config):
 
     @property
     def full_arrivals(self) -> int:
-        """Arrivals that fill a stage: the loading warp's, with its bytes, and the decoding warp's."""
-        return 2
+        """Arrivals that fill a loaded stage: the loading warp's, with its bytes, and the decoding warps'."""
+        return 1 + DECODING_WARPS
 
     @property
     def empty_arrivals(self) -> int:
-        """Arrivals that free a stage: one a converting and one a multiplying warp, of every CTA sharing a multicast."""
-        return (CONVERTING_WARPS + WARPGROUP // 32) * (self.cluster_m + self.cluster_n - 1)
+        """Arrivals that free a loaded stage: one a converting and one a multiplying warp."""
+        return CONVERTING_WARPS + CONSUMERS * WARPGROUP // 32
+
+    @property
+    def ready_arrivals(self) -> int:
+        """Arrivals that fill a ready stage: one a converting warp, with the bytes that its like elsewhere sends."""
+        return CONVERTING_WARPS
+
+    @property
+    def used_arrivals(self) -> int:
+        """Arrivals that free a ready stage: one a multiplying warp of every CTA that this one sends to, itself too."""
+        return self.cluster_size * CONSUMERS * WARPGROUP // 32

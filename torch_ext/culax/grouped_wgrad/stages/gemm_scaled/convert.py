@@ -101,19 +101,22 @@ def write_factors(
 
 
 @cute.jit
-def fragment(config: cutlass.Constexpr[Config], smem, stage: Int32, half: cutlass.Constexpr[int], pairs: cute.Tensor):
-    """A consumer thread's part of A (tile_m, 32 tokens of the k tile) into pairs (4, tile_m / 64, 4) of int32.
+def fragment(
+    config: cutlass.Constexpr[Config], smem, first: Int32, stage: Int32, half: cutlass.Constexpr[int], pairs: cute.Tensor
+):
+    """A consumer thread's part of A (config.rows rows from `first` on, 32 tokens of the k tile) -> pairs.
 
-    WGMMA wants of a thread, in each 64 rows: rows g and g + 8 of its warp's 16, columns 2c, 2c + 1 and 8 more.
+    pairs (4, rows / 64, 4) int32. WGMMA wants of a thread, in each 64 rows: rows g and g + 8 of its warp's 16, columns
+    2c, 2c + 1 and 8 more.
     """
     thread = cute.arch.thread_idx()[0] % 128
     lane = thread % 32
-    g, c = thread // 32 * 16 + lane // 4, lane % 4
+    g, c = first + thread // 32 * 16 + lane // 4, lane % 4
     words = smem.a_words[None, None, stage]
     select = Int32(0)
     if cutlass.const_expr(config.nv):
         select = 0x4140 + (c % 2) * 0x0202
-    for m in cutlass.range_constexpr(config.tile_m // 64):
+    for m in cutlass.range_constexpr(config.rows // 64):
         for upper in cutlass.range_constexpr(2):
             row = g + 64 * m + 8 * upper
             for step in cutlass.range_constexpr(2):
@@ -123,35 +126,34 @@ def fragment(config: cutlass.Constexpr[Config], smem, stage: Int32, half: cutlas
                     word = words[k16 % 2 * 2 + c // 2, layouts.chunk_offset(config, row, k16 // 2)]
                 else:
                     word = words[c, layouts.chunk_offset(config, row, k16)]
-                first, second = quad(config.a_format, word, select, scale)
-                pairs[upper, m, k16] = first
-                pairs[upper + 2, m, k16] = second
+                first_pair, second_pair = quad(config.a_format, word, select, scale)
+                pairs[upper, m, k16] = first_pair
+                pairs[upper + 2, m, k16] = second_pair
 
 
 @cute.jit
-def tile_b(config: cutlass.Constexpr[Config], smem, stage: Int32):
-    """A lane's 64 converting threads: 64 tokens of rows r and r + 64 of B to bf16."""
-    for part in cutlass.range_constexpr(2):
-        convert_row(config, smem, stage, cute.arch.thread_idx()[0] % 64 + 64 * part)
+def convert_row(
+    config: cutlass.Constexpr[Config], smem, row: Int32, ready_row: Int32, stages: tuple[Int32, Int32]
+):
+    """One thread: a loaded row of B to a row of `ready_b`, all loads first; stages: of the loaded and the ready ring.
 
-
-@cute.jit
-def convert_row(config: cutlass.Constexpr[Config], smem, stage: Int32, row: Int32):
-    """One thread: a row of B, all loads first. Eight neighbouring threads touch all banks in every load and store."""
-    words = smem.b_words[None, None, stage]
-    target = smem.b_chunks[None, None, stage]
+    Eight neighbouring threads touch all banks in every load and store.
+    """
+    loaded, ready = stages
+    words = smem.b_words[None, None, loaded]
+    target = smem.b_chunks[None, None, ready]
     chunks: cutlass.Constexpr = config.loaded_k // layouts.CHUNK
     raw = cute.make_rmem_tensor((4, chunks), Int32)
     scales = cute.make_rmem_tensor((config.blocks,), Int32)
     for chunk in cutlass.range_constexpr(chunks):
         cute.autovec_copy(words[None, layouts.chunk_offset(config, row, chunk)], raw[None, chunk])
     for block in cutlass.range_constexpr(config.blocks):
-        scales[block] = smem.b_factors[row, block, stage]
+        scales[block] = smem.b_factors[row, block, loaded]
     if cutlass.const_expr(config.poison):
         nan = cute.make_rmem_tensor((4,), Int32)
         nan.fill(Int32(NAN))
         for chunk in cutlass.range_constexpr(8):
-            cute.autovec_copy(nan, target[None, row * 8 + chunk])
+            cute.autovec_copy(nan, target[None, ready_row * 8 + chunk])
     low, high = (cute.make_rmem_tensor((4,), Int32) for _ in range(2))
     for chunk in cutlass.range_constexpr(chunks):
         for step in cutlass.range_constexpr(config.packed):
@@ -162,5 +164,5 @@ def convert_row(config: cutlass.Constexpr[Config], smem, stage: Int32, row: Int3
                 else:
                     word, select = raw[c, chunk], Int32(0)
                 low[c], high[c] = quad(config.b_format, word, select, scales[k16 * 16 // config.block])
-            cute.autovec_copy(low, target[None, row * 8 + ((2 * k16) ^ (row % 8))])
-            cute.autovec_copy(high, target[None, row * 8 + ((2 * k16 + 1) ^ (row % 8))])
+            cute.autovec_copy(low, target[None, ready_row * 8 + ((2 * k16) ^ (row % 8))])
+            cute.autovec_copy(high, target[None, ready_row * 8 + ((2 * k16 + 1) ^ (row % 8))])

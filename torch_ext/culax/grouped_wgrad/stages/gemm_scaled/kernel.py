@@ -1,10 +1,11 @@
 """The SM90 grouped weight-gradient kernel for block-scaled operands: allocates, builds the pipelines, picks the role.
 
-Two lanes work on two tiles at once. Roles: warps 0 and 1 load, 2 and 3 decode scales, 4 to 7 convert B, two a lane;
-warpgroups 2 and 3 convert A, multiply and store. Schedule, descriptors and epilogue are those of the plain kernel.
+Roles: warp 0 loads, 1 and 2 decode the scales of A and B, 4 to 7 convert the CTA's part of B and send it to the other
+CTA of the cluster; warpgroups 2 and 3 convert 64 rows of A each, multiply and store. Schedule, descriptors and epilogue
+are those of the plain kernel.
 Ring loaded (TMA and scales -> both conversions): full = Config.full_arrivals and Config.stage_bytes of transactions,
-empty = Config.empty_arrivals. Ring ready (B converted -> the multiplying warpgroup): full and empty one arrival a warp.
-Both have the stages of both lanes, each lane its own half.
+empty = Config.empty_arrivals. Ring ready (B converted -> the multiplying warpgroups of the cluster): full =
+Config.ready_arrivals and the bytes of the other CTA, empty = Config.used_arrivals.
 Limits: tokens contiguous, M and N multiples of 8, T < 2**30, at most MAX_EXPERTS experts, 16-byte aligned addresses.
 """
 
@@ -31,8 +32,8 @@ WARPS = facts.WARPGROUP // 32
 def storage(config: Config):
     """Shared memory of one CTA; the big tiles first, each a multiple of 1024 bytes."""
     out = plain_layouts.DTYPES[config.out_dtype]
-    sizes = [cute.cosize(layouts.loaded(x, config)) for x in (config.tile_m, config.tile_n)]
-    ready = cute.cosize(plain_layouts.operand(config.tile_n, "k", config))
+    sizes = [cute.cosize(layouts.loaded(x, config)) for x in (config.tile_m, config.b_rows)]
+    ready = cute.cosize(layouts.ready(config))
     chunks = cute.cosize(plain_layouts.epilogue(config))
     scales = config.tile_m * config.blocks * config.stages
 
@@ -47,7 +48,7 @@ def storage(config: Config):
         offs: cute.struct.Align[cute.struct.MemRange[Int32, facts.MAX_EXPERTS + 1], 128]
         atoms: cute.struct.Align[cute.struct.MemRange[Int32, facts.MAX_EXPERTS + 1], 128]
         loaded_bars: cute.struct.Align[cute.struct.MemRange[Int64, 2 * config.stages], 8]
-        ready_bars: cute.struct.Align[cute.struct.MemRange[Int64, 2 * config.stages], 8]
+        ready_bars: cute.struct.Align[cute.struct.MemRange[Int64, 2 * config.ready_stages], 8]
 
     return Storage
 
@@ -70,29 +71,29 @@ def views(config: Config, memory) -> roles.Smem:
     table = cute.make_layout(facts.MAX_EXPERTS + 1)
     return roles.Smem(
         _tensor(memory.a, layouts.loaded(config.tile_m, config)),
-        _tensor(memory.b, layouts.loaded(config.tile_n, config)),
+        _tensor(memory.b, layouts.loaded(config.b_rows, config)),
         _chunks(memory.a, config.tile_m * config.loaded_k, stages),
-        _chunks(memory.b, config.tile_n * config.loaded_k, stages),
+        _chunks(memory.b, config.b_rows * config.loaded_k, stages),
         memory.a_factors.get_tensor(factors),
         memory.b_factors.get_tensor(factors),
-        _tensor(memory.ready_b, plain_layouts.operand(config.tile_n, "k", config)),
-        _chunks(memory.ready_b, config.converted_bytes, stages),
+        _tensor(memory.ready_b, layouts.ready(config)),
+        _chunks(memory.ready_b, config.converted_bytes, config.ready_stages),
         _tensor(memory.c, plain_layouts.epilogue(config)),
         memory.offs.get_tensor(table),
         memory.atoms.get_tensor(table),
     )
 
 
-def _ring(config: Config, memory, arrivals: tuple[int, int], cluster: tuple[int, int], tx: int) -> plain_roles.Ring:
-    """A ring whose stages take arrivals[0] arrivals to fill and arrivals[1] to free."""
+def _ring(memory, stages: int, arrivals: tuple[int, int], readers: int, tx: int) -> plain_roles.Ring:
+    """A ring whose stages take arrivals[0] arrivals to fill and arrivals[1] to free, by `readers` CTAs each."""
     full, empty = (pipeline.CooperativeGroup(pipeline.Agent.Thread, count) for count in arrivals)
     return pipeline.PipelineTmaAsync.create(
         barrier_storage=memory.data_ptr(),
-        num_stages=config.stages,
+        num_stages=stages,
         producer_group=full,
         consumer_group=empty,
         tx_count=tx,
-        cta_layout_vmnk=cute.make_layout((1, *cluster, 1)),
+        cta_layout_vmnk=cute.make_layout((1, readers, 1, 1)),
         defer_sync=True,
     )
 
@@ -109,27 +110,30 @@ def gemm(config: cutlass.Constexpr[Config], gmem: roles.Gmem, offs: cute.Tensor,
     if warp == WARPS:
         schedule.write_offsets(offs, space.tokens, smem.offs)
         schedule.write_scale_atoms(smem.offs, offs.shape[0], config.block, smem.atoms)
-    cluster = config.cluster_m, config.cluster_n
-    arrivals = config.full_arrivals, config.empty_arrivals
+    filled, freed = (config.full_arrivals, config.empty_arrivals), (config.ready_arrivals, config.used_arrivals)
     rings = roles.Rings(
-        _ring(config, memory.loaded_bars, arrivals, cluster, config.stage_bytes),
-        _ring(config, memory.ready_bars, (scaled_facts.CONVERTING_WARPS, WARPS), (1, 1), 0),
+        _ring(memory.loaded_bars, config.stages, filled, 1, config.stage_bytes),
+        _ring(memory.ready_bars, config.ready_stages, freed, config.cluster_m, 0),
     )
+    cluster = config.cluster_m, config.cluster_n
     pipeline.pipeline_init_arrive(cluster_shape_mn=cluster, is_relaxed=True)
     cute.arch.sync_threads()
     pipeline.pipeline_init_wait(cluster_shape_mn=cluster)
     if warp < WARPS:
         cute.arch.setmaxregister_decrease(scaled_facts.LOADER_REGISTERS)
-        if warp < facts.CONSUMERS:
-            roles.load(config, gmem, smem, rings, space, warp)
-        else:
-            roles.decode(config, gmem, smem, rings, space, warp - facts.CONSUMERS)
+        if warp == 0:
+            roles.load(config, gmem, smem, rings.loaded, space)
+        elif warp <= scaled_facts.DECODING_WARPS:
+            roles.decode(config, gmem, smem, rings.loaded, space, warp - 1)
     elif warp < 2 * WARPS:
         cute.arch.setmaxregister_decrease(scaled_facts.CONVERTER_REGISTERS)
-        roles.convert_b(config, smem, rings, space, (warp - WARPS) // scaled_facts.CONVERTING_WARPS)
+        roles.convert_b(config, smem, rings, space)
     else:
         cute.arch.setmaxregister_increase(scaled_facts.CONSUMER_REGISTERS)
         roles.consume(config, gmem, smem, rings, space)
+    # No CTA leaves while the other still sends to it or arrives at its barriers.
+    cute.arch.cluster_arrive()
+    cute.arch.cluster_wait()
 
 
 def launch(config: Config, args: plain.Args, c, pointers, scales, sms: Int32):
@@ -138,9 +142,9 @@ def launch(config: Config, args: plain.Args, c, pointers, scales, sms: Int32):
     args.a, args.b are bytes (X, T / packed); scales = (scale_a, scale_b, global_a, global_b, concatenated).
     """
     a, b = plain_layouts.base(args.a, config), plain_layouts.base(args.b, config)
-    loaded_a, loaded_b = layouts.loaded(config.tile_m, config), layouts.loaded(config.tile_n, config)
-    tma_a, m_a = plain_layouts.load_atom(a, loaded_a, config.tile_m, config.cluster_n, config)
-    tma_b, m_b = plain_layouts.load_atom(b, loaded_b, config.tile_n, config.cluster_m, config)
+    loaded_a, loaded_b = layouts.loaded(config.tile_m, config), layouts.loaded(config.b_rows, config)
+    tma_a, m_a = plain_layouts.load_atom(a, loaded_a, config.tile_m, 1, config)
+    tma_b, m_b = plain_layouts.load_atom(b, loaded_b, config.b_rows, 1, config)
     tma_c, m_c = plain_layouts.store_atom(c, config)
     m, n = args.a.shape[0], args.b.shape[0]
     space = schedule.make_space(config, m, n, args.offs.shape[0], args.a.shape[1] * config.packed)

@@ -20,6 +20,12 @@ def loaded(extent: int, config: Config) -> cute.ComposedLayout:
     return cute.tile_to_shape(atom, (extent, config.loaded_k, config.stages), order=(0, 1, 2))
 
 
+def ready(config: Config) -> cute.ComposedLayout:
+    """(tile_n, tile_k, ready_stages) of B as bf16, a row in one 128-byte line of the swizzle."""
+    atom = warpgroup.make_smem_layout_atom(warpgroup.SmemLayoutAtomKind.K_SW128, cutlass.BFloat16)
+    return cute.tile_to_shape(atom, (config.tile_n, config.tile_k, config.ready_stages), order=(0, 1, 2))
+
+
 def chunk_offset(config: Config, row, chunk):
     """Where 16-byte chunk `chunk` of row `row` (within one stage of `loaded`) lies, in chunks."""
     if config.loaded_k == 64:
@@ -28,7 +34,10 @@ def chunk_offset(config: Config, row, chunk):
 
 
 def tiled_mma(config: Config) -> cute.TiledMma:
-    """One warpgroup's m64 n(tile_n) k16 product, A in registers, B in shared memory, fp32 accumulators."""
+    """One warpgroup's m64 n128 k16 product, A in registers, B in shared memory, fp32 accumulators.
+
+    A launch of 512 threads has 128 registers a thread when it is compiled: too few for an instruction with n256.
+    """
     return hopper.make_trivial_tiled_mma(
         cutlass.BFloat16,
         cutlass.BFloat16,
@@ -36,6 +45,6 @@ def tiled_mma(config: Config) -> cute.TiledMma:
         OperandMajorMode.K,
         cutlass.Float32,
         atom_layout_mnk=(1, 1, 1),
-        tiler_mn=(STORE_ROWS, config.tile_n),
+        tiler_mn=(STORE_ROWS, 128),
         a_source=warpgroup.OperandSource.RMEM,
     )

@@ -1,14 +1,15 @@
-"""The roles before the epilogue: a loading warp, two that decode scales, a warpgroup that converts B, the product."""
+"""The roles before the epilogue: a loading warp, two that decode scales, four that convert B, two warpgroups that multiply."""
 
 from dataclasses import dataclass
 
 import cutlass
 import cutlass.cute as cute
+import cutlass.pipeline as pipeline
 from cutlass import Float32, Int32, Int64
 from cutlass.cute.nvgpu import warpgroup
 
 from culax.grouped_wgrad.stages.gemm import roles, schedule
-from culax.grouped_wgrad.stages.gemm.config import CONSUMERS
+from culax.grouped_wgrad.stages.gemm.config import CONSUMERS, WARPGROUP
 from culax.grouped_wgrad.stages.gemm.unaligned import fill, group_view
 from culax.grouped_wgrad.stages.gemm_scaled import convert, layouts
 from culax.grouped_wgrad.stages.gemm_scaled.config import ATOM, Config
@@ -18,7 +19,7 @@ ATOM_BYTES = 512
 
 @dataclass(frozen=True)
 class Rings:
-    """loaded: TMA and scales -> both conversions; ready: B converted -> the multiplying warpgroup. Equally deep."""
+    """loaded: TMA and scales -> both conversions; ready: B converted here or elsewhere -> the multiplying warpgroups."""
 
     loaded: roles.Ring
     ready: roles.Ring
@@ -43,9 +44,10 @@ class Gmem(roles.Gmem):
 class Smem:
     """What a stage holds, in the views its users want.
 
-    a, b (tile, loaded_k, stages) bytes as TMA writes them; a_words, b_words (4, 16-byte chunks, stages) int32, the
-    same memory; a_factors, b_factors (tile, blocks, stages) bf16 twice; ready_b (tile_n, tile_k, stages) bf16 as WGMMA
-    reads it; b_chunks (4, chunks, stages) int32, the same memory. c, offs as in roles.Smem; atoms (MAX_EXPERTS + 1).
+    a, b (rows, loaded_k, stages) bytes as TMA writes them; a_words, b_words (4, 16-byte chunks, stages) int32, the
+    same memory; a_factors, b_factors (rows, blocks, stages) bf16 twice; ready_b (tile_n, tile_k, ready_stages) bf16 as
+    WGMMA reads it; b_chunks (4, chunks, ready_stages) int32, the same memory. c, offs as in roles.Smem; atoms
+    (MAX_EXPERTS + 1). Rows are tile_m of A and b_rows of B.
     """
 
     a: cute.Tensor
@@ -61,45 +63,14 @@ class Smem:
     atoms: cute.Tensor
 
 
-class Place:
-    """Where a lane is in its stages: `index` among all stages of the CTA, and the parity of the barriers there."""
-
-    def __init__(self, depth: int, end: Int32, index: Int32, phase: Int32) -> None:
-        self.depth, self.end, self.index, self.phase = depth, end, index, phase
-
-    def clone(self) -> "Place":
-        """A copy that advances by itself."""
-        return Place(self.depth, self.end, self.index, self.phase)
-
-    def advance(self) -> None:
-        """To the lane's next stage."""
-        around = Int32(self.index + 1 == self.end)
-        self.index = self.index + 1 - around * self.depth
-        self.phase = self.phase ^ around
-
-    def __get_mlir_types__(self) -> list:
-        return [value.type for value in self.__extract_mlir_values__()]
-
-    def __extract_mlir_values__(self) -> list:
-        return [value.ir_value() for value in (self.end, self.index, self.phase)]
-
-    def __new_from_mlir_values__(self, values: list) -> "Place":
-        return Place(self.depth, *(Int32(value) for value in values))
+def part_of_b(config: Config, column: Int32) -> Int32:
+    """Which b_rows of B this CTA loads and converts for the tiles of a column."""
+    return column * config.cluster_m + cute.arch.make_warp_uniform(cute.arch.block_idx_in_cluster())
 
 
-def start(config: Config, lane: Int32, producing: bool) -> Place:
-    """A lane's first stage. Whoever fills stages finds the barriers of empty ones in the phase before the first."""
-    return Place(config.depth, (lane + 1) * config.depth, lane * config.depth, Int32(int(producing)))
-
-
-def first_tile(lane: Int32) -> Int32:
-    """A lane's first tile; the next are `stride` apart."""
-    return cute.arch.block_idx()[1] + lane * cute.arch.grid_dim()[1]
-
-
-def stride() -> Int32:
-    """Tiles that all lanes of the grid work on at once."""
-    return CONSUMERS * cute.arch.grid_dim()[1]
+def state_of(user: pipeline.PipelineUserType, stages: int) -> pipeline.PipelineState:
+    """The first stage of a ring."""
+    return pipeline.make_pipeline_state(user, stages)
 
 
 @cute.jit
@@ -132,37 +103,48 @@ def loadable(config: cutlass.Constexpr[Config], begin: Int32, length: Int32):
 
 
 @cute.jit
-def load(config: cutlass.Constexpr[Config], gmem: Gmem, smem: Smem, rings: Rings, space: schedule.Space, lane: Int32):
-    """A loading warp: bytes of both operands of every tile of its lane, by TMA where it can read the group."""
-    state = start(config, lane, True)
-    index = first_tile(lane)
+def load(config: cutlass.Constexpr[Config], gmem: Gmem, smem: Smem, ring: roles.Ring, space: schedule.Space):
+    """The loading warp: bytes of both operands of every tile, by TMA where it can read the group."""
+    state = state_of(pipeline.PipelineUserType.Producer, config.stages)
+    index = cute.arch.block_idx()[1]
     while index < space.total:
         expert, row, column = schedule.locate(config, space, index)
         begin, length, lead, k_tiles = group(config, smem, expert)
         begin, length = (begin - lead) // config.packed, length // config.packed
-        tile = row, column, begin, length, k_tiles
+        tile = row, part_of_b(config, column), begin, length, k_tiles
         if loadable(config, begin, length):
             descriptors = roles.acquire_operands(config, gmem, expert)
-            state = roles.load_tile(config, gmem, smem, rings.loaded, state, tile, descriptors)
+            state = load_tile(config, gmem, smem, ring, state, tile, descriptors)
         else:
-            state = load_unaligned(config, gmem, smem, rings.loaded, state, tile)
-        index += stride()
-    # A CTA of the cluster must not leave before its stages are free: the others' arrivals go to its memory.
-    for _ in cutlass.range_constexpr(config.depth):
-        rings.loaded.sync_object_empty.wait(state.index, state.phase)
-        state.advance()
+            state = load_unaligned(config, gmem, smem, ring, state, tile)
+        index += cute.arch.grid_dim()[1]
+
+
+@cute.jit
+def load_tile(config: cutlass.Constexpr[Config], gmem: Gmem, smem: Smem, ring: roles.Ring, state, tile, descriptors):
+    """All k tiles of one output tile by TMA; returns the pipeline state."""
+    row, part, begin, length, k_tiles = tile
+    g_a = roles.operand_view(config, gmem.a, config.a_written, begin, length)
+    g_b = roles.operand_view(config, gmem.b, config.b_written, begin, length)
+    g_a = cute.local_tile(g_a, (config.tile_m, config.loaded_k), (row, None))
+    g_b = cute.local_tile(g_b, (config.b_rows, config.loaded_k), (part, None))
+    a = roles.partition(gmem.tma_a, 0, 1, smem.a, g_a)
+    b = roles.partition(gmem.tma_b, 0, 1, smem.b, g_b)
+    return roles.stream(
+        config, gmem, smem, ring, state, k_tiles, (*a, None, descriptors[0]), (*b, None, descriptors[1])
+    )
 
 
 @cute.jit
 def load_unaligned(config: cutlass.Constexpr[Config], gmem: Gmem, smem: Smem, ring: roles.Ring, state, tile):
-    """As roles.load_tile, byte by byte: the full barrier gets an arrival without a byte count."""
-    row, column, begin, length, k_tiles = tile
+    """As load_tile, byte by byte: the full barrier gets an arrival without a byte count."""
+    row, part, begin, length, k_tiles = tile
     g_a, g_b = (group_view(config, plain, begin, length) for plain in (gmem.a_plain, gmem.b_plain))
     for k in cutlass.range(k_tiles, unroll=1):
         ring.sync_object_empty.wait(state.index, state.phase)
         start = k * config.loaded_k
         fill(smem.a[None, None, state.index], g_a, row * config.tile_m, start, length, 32)
-        fill(smem.b[None, None, state.index], g_b, column * config.tile_n, start, length, 32)
+        fill(smem.b[None, None, state.index], g_b, part * config.b_rows, start, length, 32)
         cute.arch.sync_warp()
         with cute.arch.elect_one():
             cute.arch.mbarrier_arrive(ring.producer_get_barrier(state))
@@ -189,13 +171,17 @@ def delay(scales: cute.Tensor, kept: cute.Tensor, shift: Int32):
 
 
 @cute.jit
-def decode(config: cutlass.Constexpr[Config], gmem: Gmem, smem: Smem, rings: Rings, space: schedule.Space, lane: Int32):
-    """A decoding warp: the scales of every stage of its lane as factors, an atom of each operand fetched ahead."""
-    ring = rings.loaded
-    state = start(config, lane, True)
+def decode(
+    config: cutlass.Constexpr[Config], gmem: Gmem, smem: Smem, ring: roles.Ring, space: schedule.Space, side: Int32
+):
+    """A decoding warp: the scales of every stage of A (side 0) or B (1) as factors, an atom fetched ahead."""
+    state = state_of(pipeline.PipelineUserType.Producer, config.stages)
     parts: cutlass.Constexpr = 4 // config.blocks
-    now_a, next_a, now_b, next_b, kept_a, kept_b = (cute.make_rmem_tensor((4,), Int32) for _ in range(6))
-    index = first_tile(lane)
+    scales, extent, factors = gmem.scale_a, gmem.a_plain.shape[0], smem.a_factors
+    if side == 1:
+        scales, extent, factors = gmem.scale_b, gmem.b_plain.shape[0], smem.b_factors
+    now, ahead, kept = (cute.make_rmem_tensor((4,), Int32) for _ in range(3))
+    index = cute.arch.block_idx()[1]
     while index < space.total:
         expert, row, column = schedule.locate(config, space, index)
         begin, length, lead, k_tiles = group(config, smem, expert)
@@ -204,66 +190,86 @@ def decode(config: cutlass.Constexpr[Config], gmem: Gmem, smem: Smem, rings: Rin
         before = smem.atoms[expert]
         if gmem.concatenated != 0:
             before = begin // (4 * config.block)
-        first_a = Int64(cute.ceil_div(gmem.a_plain.shape[0], ATOM)) * before + Int64(row) * atoms
-        first_b = Int64(cute.ceil_div(gmem.b_plain.shape[0], ATOM)) * before + Int64(column) * atoms
-        atom_scales(gmem.scale_a, first_a, now_a)
-        atom_scales(gmem.scale_b, first_b, now_b)
+        if side == 1:
+            row = part_of_b(config, column)
+        first = Int64(cute.ceil_div(extent, ATOM)) * before + Int64(row) * atoms
+        atom_scales(scales, first, now)
         shift = lead // config.block
-        kept_a.fill(Int32(0))
-        kept_b.fill(Int32(0))
+        kept.fill(Int32(0))
         for atom in cutlass.range((k_tiles + parts - 1) // parts, unroll=1):
-            atom_scales(gmem.scale_a, first_a + atom + 1, next_a)
-            atom_scales(gmem.scale_b, first_b + atom + 1, next_b)
+            atom_scales(scales, first + atom + 1, ahead)
             if cutlass.const_expr(config.masked):
-                delay(now_a, kept_a, shift)
-                delay(now_b, kept_b, shift)
+                delay(now, kept, shift)
             for part in cutlass.range_constexpr(parts):
                 if atom * parts + part < k_tiles:
                     ring.sync_object_empty.wait(state.index, state.phase)
                     done = (atom * parts + part) * config.blocks
                     left = shift - done, shift + live - done
-                    convert.write_factors(config, now_a, part, left, smem.a_factors[None, None, state.index])
-                    convert.write_factors(config, now_b, part, left, smem.b_factors[None, None, state.index])
+                    convert.write_factors(config, now, part, left, factors[None, None, state.index])
                     cute.arch.sync_warp()
                     with cute.arch.elect_one():
                         cute.arch.mbarrier_arrive(ring.producer_get_barrier(state))
                     state.advance()
-            cute.autovec_copy(next_a, now_a)
-            cute.autovec_copy(next_b, now_b)
-        index += stride()
+            cute.autovec_copy(ahead, now)
+        index += cute.arch.grid_dim()[1]
 
 
 @cute.jit
-def convert_b(config: cutlass.Constexpr[Config], smem: Smem, rings: Rings, space: schedule.Space, lane: Int32):
-    """A converting warp: its part of B of every stage of its lane, from bytes to bf16 in WGMMA's layout."""
-    state = start(config, lane, False)
-    index = first_tile(lane)
+def convert_b(config: cutlass.Constexpr[Config], smem: Smem, rings: Rings, space: schedule.Space):
+    """A converting warp: its 32 rows of every stage's part of B, to bf16 in WGMMA's layout here and in the other CTA.
+
+    A ready stage is filled when this CTA's warps have arrived and the other's have sent their bytes: each warp expects
+    as much as it sends. It is free once both CTAs' multiplying warps have read it, so what is sent has left by then.
+    """
+    rank = cute.arch.make_warp_uniform(cute.arch.block_idx_in_cluster())
+    row = cute.arch.thread_idx()[0] % WARPGROUP
+    ready_row = rank * config.b_rows + row
+    loaded = state_of(pipeline.PipelineUserType.Consumer, config.stages)
+    ready = state_of(pipeline.PipelineUserType.Producer, config.ready_stages)
+    index = cute.arch.block_idx()[1]
     while index < space.total:
         expert, _, _ = schedule.locate(config, space, index)
         _, _, _, k_tiles = group(config, smem, expert)
         for _ in cutlass.range(k_tiles, unroll=1):
-            rings.ready.sync_object_empty.wait(state.index, state.phase ^ 1)
-            rings.loaded.consumer_wait(state)
-            convert.tile_b(config, smem, state.index)
+            rings.loaded.consumer_wait(loaded)
+            rings.ready.sync_object_empty.wait(ready.index, ready.phase)
+            convert.convert_row(config, smem, row, ready_row, (loaded.index, ready.index))
             cute.arch.fence_proxy("async.shared", space="cta")
             cute.arch.sync_warp()
-            rings.loaded.consumer_release(state)
-            with cute.arch.elect_one():
-                cute.arch.mbarrier_arrive(rings.ready.producer_get_barrier(state))
-            state.advance()
-        index += stride()
+            rings.loaded.consumer_release(loaded)
+            warp_row = cute.arch.make_warp_uniform(ready_row // 32 * 32)
+            send(config, smem.b_chunks[None, warp_row * 8, ready.index], rings.ready.producer_get_barrier(ready), 1 - rank)
+            loaded.advance()
+            ready.advance()
+        index += cute.arch.grid_dim()[1]
+
+
+@cute.jit
+def send(config: cutlass.Constexpr[Config], rows: cute.Tensor, barrier: cute.Pointer, peer: Int32):
+    """A converting warp: arrive at the stage's full barrier, and copy the warp's rows to the same place in `peer`."""
+    with cute.arch.elect_one():
+        cute.arch.mbarrier_arrive_and_expect_tx(barrier, config.sent_bytes)
+        cute.arch.inline_ptx(
+            "cp.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes [{$r0}], [{$r1}], {$r2}, [{$r3}];",
+            read_only_args=[
+                cute.arch.map_dsmem_ptr(rows.iterator, peer),
+                rows.iterator,
+                Int32(config.sent_bytes),
+                cute.arch.map_dsmem_ptr(barrier, peer),
+            ],
+        )
 
 
 def product(config: Config, smem: Smem):
-    """(mma, accumulators, A in registers (.., tile_m / 64, 4), the same as pairs in int32, B) of one tile."""
+    """(mma, accumulators, A in registers (.., rows / 64, 4), the same as pairs in int32, B) of a consumer's tile."""
     mma = layouts.tiled_mma(config)
     thread = mma.get_slice(0)
-    r_a = cute.make_rmem_tensor(mma.partition_shape_A((config.tile_m, config.tile_k)), cutlass.BFloat16)
+    r_a = cute.make_rmem_tensor(mma.partition_shape_A((config.rows, config.tile_k)), cutlass.BFloat16)
     pairs = cute.make_tensor(
-        cute.recast_ptr(r_a.iterator, dtype=Int32), cute.make_layout((4, config.tile_m // 64, config.tile_k // 16))
+        cute.recast_ptr(r_a.iterator, dtype=Int32), cute.make_layout((4, config.rows // 64, config.tile_k // 16))
     )
     r_b = mma.make_fragment_B(thread.partition_B(smem.ready_b))
-    acc = cute.make_rmem_tensor(mma.partition_shape_C((config.tile_m, config.tile_n)), Float32)
+    acc = cute.make_rmem_tensor(mma.partition_shape_C((config.rows, config.tile_n)), Float32)
     return mma, acc, r_a, pairs, r_b
 
 
@@ -276,32 +282,35 @@ def multiply(config: cutlass.Constexpr[Config], operands, gmem: Gmem, smem: Smem
     """
     mma, acc, r_a, pairs, r_b = operands
     expert, _, _, k_tiles = tile
-    behind = state.clone()
+    loaded, ready = state
+    behind = ready.clone()
     for k in cutlass.range(k_tiles, unroll=1):
-        rings.loaded.consumer_wait(state)
+        rings.loaded.consumer_wait(loaded)
         atom = cute.make_mma_atom(mma.op)
         atom.set(warpgroup.Field.ACCUMULATE, k > 0)
         for half in cutlass.range_constexpr(2):
-            convert.fragment(config, smem, state.index, half, pairs)
+            first = roles.consumer_index(config) * config.rows
+            convert.fragment(config, smem, first, loaded.index, half, pairs)
             if cutlass.const_expr(half == 0):
-                rings.ready.consumer_wait(state)
+                rings.ready.consumer_wait(ready)
             else:
                 cute.arch.sync_warp()
-                rings.loaded.consumer_release(state)
+                rings.loaded.consumer_release(loaded)
             warpgroup.fence()
             for block in cutlass.range_constexpr(2 * half, 2 * half + 2):
-                cute.gemm(atom, acc, r_a[None, None, block], r_b[None, None, block, state.index], acc)
+                cute.gemm(atom, acc, r_a[None, None, block], r_b[None, None, block, ready.index], acc)
                 atom.set(warpgroup.Field.ACCUMULATE, True)
             warpgroup.commit_group()
             warpgroup.wait_group(1)
             if cutlass.const_expr(config.fault == "weak_release"):
                 if cutlass.const_expr(half == 1):
-                    rings.ready.consumer_release(state)
+                    rings.ready.consumer_release(ready)
             elif cutlass.const_expr(half == 0):
                 if k > 0:
                     rings.ready.consumer_release(behind)
                     behind.advance()
-        state.advance()
+        loaded.advance()
+        ready.advance()
     warpgroup.wait_group(0)
     if cutlass.const_expr(config.fault != "weak_release"):
         rings.ready.consumer_release(behind)
@@ -310,19 +319,20 @@ def multiply(config: cutlass.Constexpr[Config], operands, gmem: Gmem, smem: Smem
             scale = (gmem.global_a if factor == 0 else gmem.global_b)[expert]
             for i in cutlass.range_constexpr(cute.size(acc)):
                 acc[i] = acc[i] * scale
-    return state
+    return loaded, ready
 
 
 @cute.jit
 def consume(config: cutlass.Constexpr[Config], gmem: Gmem, smem: Smem, rings: Rings, space: schedule.Space):
-    """A multiplying warpgroup: products and stores of every tile of its lane; while one stores the other multiplies."""
+    """A multiplying warpgroup: its rows of every tile; while one stores the other may be some stages behind."""
     operands = product(config, smem)
-    lane = roles.consumer_index(config)
-    state = start(config, lane, False)
-    index = first_tile(lane)
+    consumer = pipeline.PipelineUserType.Consumer
+    state = state_of(consumer, config.stages), state_of(consumer, config.ready_stages)
+    index = cute.arch.block_idx()[1]
     while index < space.total:
         expert, row, column = schedule.locate(config, space, index)
         _, _, _, k_tiles = group(config, smem, expert)
-        state = roles.work(config, multiply, operands, gmem, smem, rings, state, (expert, row, column, k_tiles))
-        index += stride()
+        tile = expert, row * CONSUMERS + roles.consumer_index(config), column, k_tiles
+        state = roles.work(config, multiply, operands, gmem, smem, rings, state, tile)
+        index += cute.arch.grid_dim()[1]
     cute.arch.cp_async_bulk_wait_group(0)
