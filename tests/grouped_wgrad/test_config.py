@@ -21,8 +21,8 @@ def test_every_variant_fits_the_multiprocessor(variant) -> None:
     # A role that asks for more than the launch was given waits for ever: registers a thread come in eights.
     threads = plain.WARPGROUP * (config.producers + plain.CONSUMERS)
     assert config.registers <= threads * (REGISTER_FILE // threads // 8 * 8)
-    # fp32 accumulators of a tile over the 128 threads of a warpgroup.
-    assert config.tile_m * config.tile_n // 128 <= 192
+    # fp32 accumulators of a consumer's rows over the 128 threads of a warpgroup.
+    assert config.rows * config.tile_n // 128 <= 192
 
 
 def test_default_tile_in_numbers() -> None:

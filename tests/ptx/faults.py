@@ -46,10 +46,11 @@ def _swap(source: str, kernel: Kernel, wait: Instruction) -> Fault | None:
 
 def _guards(kernel: Kernel, wait: Instruction) -> bool:
     """Whether the next thing in the text that a barrier wait can guard fills a stage or multiplies, no other wait."""
+    sends = any(map(rings.is_send, kernel.instructions))
     for other in kernel.instructions[wait.index + 1 :]:
         if rings.is_wait(other):
             return False
-        if rings.is_load(other) or rings.is_store(other) or other.op.startswith("wgmma.mma"):
+        if rings.is_load(other) or (sends and rings.is_store(other)) or other.op.startswith("wgmma.mma"):
             return True
     return False
 
@@ -110,8 +111,9 @@ def planted(source: str) -> Iterator[Fault]:
 
     Dropped: each descriptor acquire and release, each arrival of a kernel that multiplies by a thread that multiplies
     (a stage's release), each wgmma wait, each wait on a barrier before what fills a stage or a wgmma, the proxy fence
-    before what is sent to another block. Weakened: each wgmma wait by one group. Swapped: each wgmma wait with the arrival that follows it. A wgmma wait where nothing can be in flight
-    changes nothing and is left alone: such ones are there for the assembler.
+    before what is sent to another block. Weakened: each wgmma wait by one group. Swapped: each wgmma wait with the
+    arrival that follows it. A wgmma wait where nothing can be in flight changes nothing and is left alone: such ones
+    are there for the assembler.
     """
     for kernel in kernels(source):
         in_flight = groups.in_flight(kernel)

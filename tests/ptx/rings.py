@@ -4,9 +4,9 @@ Producer threads tell which barrier guards which bytes: what they wait on before
 barrier, what the load signals is its full barrier. Threads that store 16 bytes at a time to shared memory and arrive at
 a barrier, and neither load by TMA nor multiply, fill stages too: what they wait on and isn't filled by TMA is the empty
 barrier, what they arrive at and doesn't free a TMA stage the full one. What such threads send to another block of the
-cluster lands where they stored it here, and follows their fence.proxy.async. Consumer threads must wait on the full barrier
-before a wgmma reads those bytes, must not arrive at the empty barrier while a wgmma that reads them may be in flight,
-and must arrive at it before they wait for the same stage's next filling.
+cluster lands where they stored it here, and follows their fence.proxy.async. Consumer threads must wait on the full
+barrier before a wgmma reads those bytes, must not arrive at the empty barrier while a wgmma that reads them may be in
+flight, and must arrive at it before they wait for the same stage's next filling.
 """
 
 from __future__ import annotations

@@ -136,9 +136,7 @@ def load_tile(config: cutlass.Constexpr[Config], gmem: Gmem, smem: Smem, ab: Rin
     t_bs, t_bg = partition(gmem.tma_b, coord[0], config.cluster_m, smem.b, g_b)
     mask_a = cute.make_layout_image_mask(ctas, coord, mode=1) if config.cluster_n > 1 else None
     mask_b = cute.make_layout_image_mask(ctas, coord, mode=0) if config.cluster_m > 1 else None
-    return stream(
-        config, gmem, smem, ab, state, k_tiles, (t_as, t_ag, mask_a, desc_a), (t_bs, t_bg, mask_b, desc_b)
-    )
+    return stream(config, gmem, smem, ab, state, k_tiles, (t_as, t_ag, mask_a, desc_a), (t_bs, t_bg, mask_b, desc_b))
 
 
 @cute.jit

@@ -102,7 +102,12 @@ def write_factors(
 
 @cute.jit
 def fragment(
-    config: cutlass.Constexpr[Config], smem, first: Int32, stage: Int32, half: cutlass.Constexpr[int], pairs: cute.Tensor
+    config: cutlass.Constexpr[Config],
+    smem,
+    first: Int32,
+    stage: Int32,
+    half: cutlass.Constexpr[int],
+    pairs: cute.Tensor,
 ):
     """A consumer thread's part of A (config.rows rows from `first` on, 32 tokens of the k tile) -> pairs.
 
@@ -132,9 +137,7 @@ def fragment(
 
 
 @cute.jit
-def convert_row(
-    config: cutlass.Constexpr[Config], smem, row: Int32, ready_row: Int32, stages: tuple[Int32, Int32]
-):
+def convert_row(config: cutlass.Constexpr[Config], smem, row: Int32, ready_row: Int32, stages: tuple[Int32, Int32]):
     """One thread: a loaded row of B to a row of `ready_b`, all loads first; stages: of the loaded and the ready ring.
 
     Eight neighbouring threads touch all banks in every load and store.

@@ -1,4 +1,4 @@
-"""The roles before the epilogue: a loading warp, two that decode scales, four that convert B, two warpgroups that multiply."""
+"""The roles before the epilogue: warps that load, decode scales and convert B, and two warpgroups that multiply."""
 
 from dataclasses import dataclass
 
@@ -19,7 +19,7 @@ ATOM_BYTES = 512
 
 @dataclass(frozen=True)
 class Rings:
-    """loaded: TMA and scales -> both conversions; ready: B converted here or elsewhere -> the multiplying warpgroups."""
+    """loaded: TMA and scales -> both conversions; ready: B converted, here or elsewhere -> multiplying warpgroups."""
 
     loaded: roles.Ring
     ready: roles.Ring
@@ -237,8 +237,8 @@ def convert_b(config: cutlass.Constexpr[Config], smem: Smem, rings: Rings, space
             cute.arch.fence_proxy("async.shared", space="cta")
             cute.arch.sync_warp()
             rings.loaded.consumer_release(loaded)
-            warp_row = cute.arch.make_warp_uniform(ready_row // 32 * 32)
-            send(config, smem.b_chunks[None, warp_row * 8, ready.index], rings.ready.producer_get_barrier(ready), 1 - rank)
+            rows = smem.b_chunks[None, cute.arch.make_warp_uniform(ready_row // 32 * 32) * 8, ready.index]
+            send(config, rows, rings.ready.producer_get_barrier(ready), 1 - rank)
             loaded.advance()
             ready.advance()
         index += cute.arch.grid_dim()[1]
