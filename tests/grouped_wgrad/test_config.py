@@ -9,6 +9,7 @@ import pytest
 from culax.grouped_wgrad import plan
 from culax.grouped_wgrad.stages.gemm import config as plain
 from culax.grouped_wgrad.stages.gemm.config import REGISTER_FILE, SMEM_LIMIT, Config
+from culax.grouped_wgrad.stages.gemm_scaled.config import Config as ScaledConfig
 
 VARIANTS = plan.variants("sm_90a") + plan.fault_variants("sm_90a")
 
@@ -40,6 +41,26 @@ def test_default_tile_in_numbers() -> None:
 )
 def test_a_stage_is_freed_by_every_warp_that_reads_it(cluster: tuple[int, int], arrivals: int) -> None:
     assert Config(cluster_m=cluster[0], cluster_n=cluster[1]).empty_arrivals == arrivals
+
+
+def test_block_scaled_tile_in_numbers() -> None:
+    config = ScaledConfig(epi_n=32)
+    assert (config.rows, config.b_rows, config.chunks) == (64, 128, 8)
+    # Bytes of 128 rows of A and 128 of B; a factor of 4 bytes for each row and block of 32 tokens; all of B in bf16.
+    assert (config.stage_bytes, config.factor_bytes, config.converted_bytes) == (16_384, 2_048, 32_768)
+    # Each of four warps converts 32 rows of 128 bytes, and its like in the other CTA as many.
+    assert config.sent_bytes * 4 * config.cluster_m == config.converted_bytes
+    # Two rings, the epilogue, offsets and atoms, two barriers a stage.
+    assert config.smem_bytes == 5 * 18_432 + 3 * 32_768 + 32_768 + 2 * 2_176 + 2 * 8 * 8
+    # Loading warp and two decoders; four converting and eight multiplying warps; four converters; eight in each CTA.
+    arrivals = config.full_arrivals, config.empty_arrivals, config.ready_arrivals, config.used_arrivals
+    assert arrivals == (3, 12, 4, 16)
+
+
+@pytest.mark.parametrize("changes", [{"cluster_m": 1}, {"tile_n": 128}, {"stages": 6}, {"b_format": "e2m1"}])
+def test_block_scaled_configurations_that_cannot_be_built_are_refused(changes: dict) -> None:
+    with pytest.raises(AssertionError):
+        ScaledConfig(**changes)
 
 
 @pytest.mark.parametrize(
