@@ -158,6 +158,13 @@ def test_command_line_builds_for_a_named_architecture_only(capsys: pytest.Captur
     assert stop.value.code == 2 and "--arch" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("more", [["--list"], ["--arch", ARCH], ["--arch", ARCH, "--list"]], ids=" ".join)
+def test_command_line_refuses_a_pattern_that_names_nothing(more: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stop:
+        build.main([*more, "--only", "wgrad_fp61*"])
+    assert stop.value.code == 2 and "wgrad_fp61*" in capsys.readouterr().err
+
+
 def test_output_that_nobody_reads_is_no_error() -> None:
     environment = {**os.environ, "PYTHONPATH": str(Path(build.AOT).parents[1])}
     command = [sys.executable, "-m", "culax", "build", "--list"]

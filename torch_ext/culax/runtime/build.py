@@ -192,7 +192,8 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Build what the arguments name; return 0 if everything asked for is built, 1 if something failed."""
+    """Build what the arguments name; return 0 if everything asked for is built, 1 if something failed. Arguments that
+    name nothing exit with status 2."""
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
@@ -201,7 +202,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not options.arch and not options.list:
         parser.error("say for which --arch")
     console = Console(stderr=True)
-    status = 0
+    status, found = 0, False
     for arch in dict.fromkeys(options.arch or ARCHS):
         variants = enumerate_variants(arch, options.plan or PLAN_MODULES, faults=options.faults)
         if options.only:
@@ -211,6 +212,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 continue
             print(f"{arch}: no kernels {'of that name' if options.only else 'exist for it'}")
             continue
+        found = True
         if options.list:
             print(*(variant.name for variant in variants), sep="\n")
             continue
@@ -243,6 +245,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             f"in {time.perf_counter() - start:.1f} s; {size / 1024:.0f} kB in {options.output / arch}"
         )
         status |= bool(report.failed)
+    if options.only and not found:
+        parser.error(f"--only: no kernel's name matches {options.only}; --list shows the names")
     return status
 
 
