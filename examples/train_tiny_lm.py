@@ -1,6 +1,6 @@
 """Train a small character model: blocks of Kimi Delta Attention and a top-k mixture of experts.
 
-    python examples/train_tiny_lm.py                  # short run, under a minute on two CPU cores
+    python examples/train_tiny_lm.py                  # short run, about a minute on two idle CPU cores
     python examples/train_tiny_lm.py --steps 400      # longer
     python examples/train_tiny_lm.py --compile        # torch.compile, one graph for forward and backward each
     python examples/train_tiny_lm.py --cuda-graphs    # forward and backward captured once and replayed (needs a GPU)
