@@ -138,13 +138,14 @@ def _time(bound: dict[str, list[Call]], captured: list[str], device: str, settin
         for name, ms in timing.graph_ms({name: bound[name] for name in captured}, warmups, repeats).items():
             times[name]["graph_ms"] = statistics.median(ms)
     for name, calls in bound.items():
-        if "kernels" in settings.modes and cuda:
-            times[name]["kernels_ms"] = timing.kernels_ms(calls, warmups)
         if "overhead" in settings.modes:
             for part, meter in (("overhead", timing.overhead_us), ("allocation", timing.allocation_us)):
                 times[name][f"{part}_us"], times[name][f"{part}_cpu_us"] = meter(calls, device, repeats)
         if "memory" in settings.modes and cuda:
             times[name]["peak_mib"] = timing.peak_mib(calls)
+    if "kernels" in settings.modes and cuda:  # last: a profiler that has run stays attached to the driver's launches
+        for name, calls in bound.items():
+            times[name]["kernels_ms"] = timing.kernels_ms(calls, warmups)
     return {name: Timing(**found) for name, found in times.items()}
 
 

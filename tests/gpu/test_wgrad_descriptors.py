@@ -17,7 +17,9 @@ from tests import quantize
 from tests.gpu.graphs import capture
 from tests.gpu.wgrad_problems import DEVICE, DTYPES, VARIANTS, Outputs, Sizes, arranged, offsets, plan_of
 
-M, N, REPLAYS = 256, 512, 8
+M, N, REPLAYS = 2048, 2304, 8
+"""A group has 72 tiles of the largest kind (256 x 256, a pair of CTAs), more than there are pairs: so every
+multiprocessor has one of every group in either call, wherever a launch puts its CTAs, and holds what is stale."""
 CALLS = (((128, 128, 0, 256), 1.0, 0.5), ((256, 0, 128, 128), 2.0, 1.5))
 CASES = [
     f"wgrad_bf16_{out}_{layout}{discrete}{add}_sm90"

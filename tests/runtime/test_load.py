@@ -164,6 +164,41 @@ def test_runtime_library_may_be_named_by_the_environment(tmp_path: Path, monkeyp
     assert library.dsl_runtime() == file
 
 
+class _Driver:
+    """libcuda.so.1 of one version; cuDriverGetVersion writes it and returns an error code."""
+
+    def __init__(self, version: int, error: int = 0) -> None:
+        self.version, self.error = version, error
+
+    def cuDriverGetVersion(self, pointer) -> int:
+        pointer._obj.value = self.version
+        return self.error
+
+
+@pytest.mark.parametrize(("version", "found"), [(12080, "12.8"), (12000, "12.0"), (11040, "11.4")])
+def test_an_old_driver_is_named_before_anything_is_loaded(
+    built: Built, tmp_path: Path, monkeypatch, version: int, found: str
+) -> None:
+    monkeypatch.setattr(library.ctypes, "CDLL", lambda name: _Driver(version))
+    loader = _loader(built, tmp_path)
+    reason = f"culax kernels need a driver for CUDA 13.0 (580 or later), this one is for CUDA {found}"
+    assert loader.availability(built.variants[0]) == load.Availability(None, reason)
+    with pytest.raises(NotImplementedError, match="this one is for CUDA"):
+        loader.get(built.variants[0])
+
+
+@pytest.mark.parametrize("driver", [_Driver(13000), _Driver(13020), _Driver(0, error=3), None])
+def test_a_new_driver_or_none_is_no_reason(built: Built, tmp_path: Path, monkeypatch, driver: _Driver | None) -> None:
+    def load_driver(name: str) -> _Driver:
+        assert name == "libcuda.so.1"
+        if driver is None:
+            raise OSError(name)
+        return driver
+
+    monkeypatch.setattr(library.ctypes, "CDLL", load_driver)
+    assert _loader(built, tmp_path).availability(built.variants[0]).how == "built"
+
+
 def test_missing_tvm_ffi_is_named_with_the_pip_line(built: Built, tmp_path: Path, monkeypatch) -> None:
     def not_found(name: str) -> str:
         raise library.metadata.PackageNotFoundError(name)

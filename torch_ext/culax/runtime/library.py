@@ -16,6 +16,27 @@ from typing import Any
 
 RUNTIME_VARIABLE = "CULAX_DSL_RUNTIME"
 _RUNTIME_NAME = "libcute_dsl_runtime.so"
+_DRIVER_NAME = "libcuda.so.1"
+DRIVER = 13000
+"""The oldest driver that loads kernels, as the CUDA version it supports: 1000 major + 10 minor."""
+
+
+def expect_driver() -> None:
+    """Check that the driver is new enough; where there is none nothing will run, and nothing is said. Makes no context.
+
+    Raises:
+        NotImplementedError: the driver supports an older CUDA only.
+    """
+    try:
+        driver = ctypes.CDLL(_DRIVER_NAME)
+    except OSError:
+        return
+    version = ctypes.c_int()
+    if driver.cuDriverGetVersion(ctypes.byref(version)) == 0 and version.value < DRIVER:
+        found = f"{version.value // 1000}.{version.value % 1000 // 10}"
+        raise NotImplementedError(
+            f"culax kernels need a driver for CUDA 13.0 (580 or later), this one is for CUDA {found}"
+        )
 
 
 def dsl_runtime() -> Path:

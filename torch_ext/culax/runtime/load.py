@@ -127,6 +127,7 @@ class Loader:
 
     def _find_out(self, variant: Variant) -> Availability:
         try:
+            library.expect_driver()
             library.dsl_runtime()
             built = self._built(variant)
         except NotImplementedError as missing:
