@@ -143,7 +143,7 @@ def _time(bound: dict[str, list[Call]], captured: list[str], device: str, settin
                 times[name][f"{part}_us"], times[name][f"{part}_cpu_us"] = meter(calls, device, repeats)
         if "memory" in settings.modes and cuda:
             times[name]["peak_mib"] = timing.peak_mib(calls)
-    if "kernels" in settings.modes and cuda:  # last: a profiler that has run stays attached to the driver's launches
+    if "kernels" in settings.modes and cuda:  # last: a profiler that has run may lengthen later launches
         for name, calls in bound.items():
             times[name]["kernels_ms"] = timing.kernels_ms(calls, warmups)
     return {name: Timing(**found) for name, found in times.items()}

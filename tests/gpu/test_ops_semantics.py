@@ -174,7 +174,7 @@ def test_products_that_torch_does_not_take_as_they_are(form: str) -> None:
     wanted = torch.cat([*parts, parts[0].new_zeros(14, 12)])
     found = OPS.grouped_mm(x, weight, offs)
     assert found.stride() == (12, 1) and not found[50:].any()
-    assert ops_cases.relative(found.double(), wanted) < 5e-3
+    assert ops_cases.relative(found.double(), wanted) < 2e-3  # one rounding to bf16 is 2^-9 at most
     if form == "padded":  # compiled code asserts the strides that the fake promised
         compiled = torch.compile(lambda *inputs: OPS.grouped_mm(*inputs) * 2, fullgraph=True)
         assert torch.equal(compiled(x, weight, offs), found * 2)

@@ -97,7 +97,7 @@ def test_overlapping_rows_of_any_pitch_raise(pitch: int) -> None:
         OPS.grouped_wgrad_out_list(outs, mat_a, mat_b, offs)
     apart = [buffer.as_strided((1, 5), (pitch, 1), start) for start in (0, 5)]
     OPS.grouped_wgrad_out_list(apart, mat_a, mat_b, offs)
-    torch.testing.assert_close(torch.stack(apart).double(), expected(mat_a, mat_b, offs), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(torch.stack(apart).double(), expected(mat_a, mat_b, offs), rtol=1e-6, atol=1e-6)
 
 
 @pytest.mark.parametrize("accumulate", [False, True], ids=["overwrite", "accumulate"])

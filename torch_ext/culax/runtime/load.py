@@ -109,7 +109,7 @@ class Loader:
             return self._kernels[variant]
 
     def availability(self, variant: Variant) -> Availability:
-        """Say whether and how `get` would find `variant`. Compiles nothing and makes no CUDA call."""
+        """Say whether and how `get` would find `variant`. Compiles nothing and makes no CUDA context."""
         known = self._availability.get(variant)
         if known is None:
             known = self._availability[variant] = self._find_out(variant)
